@@ -1,0 +1,1 @@
+"""Conversion of checkpoints to deltafin's own store; until it exists, snapshots run in place."""

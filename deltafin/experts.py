@@ -1,0 +1,22 @@
+"""A layer's routed experts, wherever they live. So far they live in the mapped files of the model."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from deltafin.config import Activation
+from deltafin.ops import Expert, Ops
+
+
+@dataclass(frozen=True)
+class MappedExperts:
+    """Experts that the operating system pages in from the model's files when they are used."""
+
+    read: Callable[[int], Expert]
+
+    def __call__(
+        self, x_NM: Tensor, ids_NE: Tensor, weight_NE: Tensor, activation: Activation, ops: Ops
+    ) -> Tensor:
+        """Return the weighted sum over each row's experts, NM."""
+        return ops.experts(x_NM, ids_NE, weight_NE, self.read, activation)

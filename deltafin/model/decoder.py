@@ -1,0 +1,110 @@
+"""The whole model on one page: frozen weights, the state of every layer, and forward."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deltafin.config import Layer, ModelConfig
+from deltafin.model import FEED_FORWARDS, MIXERS, kda, mla, residual
+from deltafin.ops import Ops
+from deltafin.ops.reference import wide
+from deltafin.weights import Weight, specs, weight
+
+State = kda.State | mla.State
+
+
+@dataclass(frozen=True)
+class Edges:
+    """What stands before the first layer and after the last; ``read`` is the last mixture's query."""
+
+    embed: Tensor = weight("Z D")
+    norm: Tensor = weight("D")
+    head: Weight = weight("Z D")
+    read: Tensor | None = weight("D", float32=True, when=lambda c: c.mixes)
+
+
+@dataclass(frozen=True)
+class Norms:
+    """What stands before a layer's two sublayers: norms, and queries where the stream is a mixture."""
+
+    mixer: Tensor = weight("D")
+    ffn: Tensor = weight("D")
+    mixer_read: Tensor | None = weight("D", float32=True, when=lambda c: c.mixes)
+    ffn_read: Tensor | None = weight("D", float32=True, when=lambda c: c.mixes)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A group of tensors that are declared together: ``layers.3.mixer.*`` and the like."""
+
+    prefix: str
+    weights: type
+    config: Any
+    sizes: Mapping[str, int]
+
+    def names(self) -> list[str]:
+        """Return our names of its tensors."""
+        return [f"{self.prefix}.{name}" for name, _ in specs(self.weights, self.config)]
+
+
+def parts(c: ModelConfig) -> Iterator[Part]:
+    """List everything a model of this config needs, except the routed experts."""
+    yield Part("edges", Edges, c, c.sizes())
+    for i, layer in enumerate(c.layers):
+        yield Part(f"layers.{i}.norms", Norms, c, c.sizes())
+        yield Part(f"layers.{i}.mixer", MIXERS[type(layer.mixer)].Weights, layer.mixer, c.sizes() | layer.mixer.sizes())
+        yield Part(f"layers.{i}.ffn", FEED_FORWARDS[type(layer.ffn)].Weights, layer.ffn, c.sizes() | layer.ffn.sizes())
+
+
+@dataclass(frozen=True)
+class Block:
+    """One layer with its weights, and the operations of the device it lives on."""
+
+    layer: Layer
+    norms: Norms
+    mixer: Any
+    ffn: Any
+    ops: Ops
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A model that is ready to run; ``dtype`` is the type of its residual stream."""
+
+    config: ModelConfig
+    edges: Edges
+    blocks: tuple[Block, ...]
+    dtype: torch.dtype
+
+    def empty_state(self, batch: int = 1) -> list[State]:
+        """Return the state before the first token, one entry a layer."""
+        kinds = (block.layer.mixer for block in self.blocks)
+        return [MIXERS[type(kind)].State.empty(kind, batch, self.dtype) for kind in kinds]
+
+
+Stream = residual.Sum | residual.Mixture
+
+
+def advance(m: Decoder, state: list[State], tokens_BT: Tensor) -> Iterator[Stream]:
+    """Advance ``state`` by T tokens, layer by layer; yield the residual stream after every layer."""
+    eps = m.config.eps
+    stream = residual.start(m.config.residual, m.edges.embed[tokens_BT].to(m.dtype), eps)
+    for b, s in zip(m.blocks, state, strict=True):
+        mixer, ffn = MIXERS[type(b.layer.mixer)], FEED_FORWARDS[type(b.layer.ffn)]
+        x_BTD = b.ops.rms_norm(stream.read(b.norms.mixer_read, b.ops), b.norms.mixer, eps)
+        stream.add(mixer.forward(b.layer.mixer, b.mixer, s, x_BTD, eps, b.ops))
+        x_BTD = b.ops.rms_norm(stream.read(b.norms.ffn_read, b.ops), b.norms.ffn, eps)
+        stream.add(ffn.forward(b.layer.ffn, b.ffn, x_BTD, eps, b.ops))
+        yield stream
+
+
+def forward(m: Decoder, state: list[State], tokens_BT: Tensor, last: int = 1) -> Tensor:
+    """Advance ``state`` by T tokens; return the logits after the ``last`` of them, [B, last, Z] in float32 or wider."""
+    for stream in advance(m, state, tokens_BT):  # noqa: B007 - the last one is used below
+        pass
+    ops = m.blocks[-1].ops
+    x_BTD = ops.rms_norm(stream.read(m.edges.read, ops)[:, -last:], m.edges.norm, m.config.eps)
+    return wide(ops.linear(x_BTD, m.edges.head))

@@ -1,0 +1,90 @@
+"""Multi-head latent attention without rotation: weights, state and forward."""
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from deltafin import config
+from deltafin.ops import Ops
+from deltafin.ops.reference import wide
+from deltafin.weights import Weight, weight
+
+ROOM = 256
+"""Positions that a cache starts with; it doubles when full."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Tensors of one layer; the query is one matrix, or two with a norm between them."""
+
+    q: Weight | None = weight("H*P+H*J D", when=lambda c: c.query_rank is None)
+    q_down: Weight | None = weight("L D", when=lambda c: c.query_rank is not None)
+    q_norm: Tensor | None = weight("L", when=lambda c: c.query_rank is not None)
+    q_up: Weight | None = weight("H*P+H*J L", when=lambda c: c.query_rank is not None)
+    latent_down: Weight = weight("R+J D")
+    latent_norm: Tensor = weight("R")
+    latent_up: Weight = weight("H*P+H*V R")
+    gate: Weight | None = weight("H*V D", when=lambda c: c.gate)
+    out: Weight = weight("D H*V")
+
+
+@dataclass
+class State:
+    """What the layer remembers: one latent (after its norm) and one shared key (as projected) a token.
+
+    The buffers are larger than what they hold; only ``[:, :length]`` means anything.
+    """
+
+    latent_BSR: Tensor
+    shared_BSJ: Tensor
+    length: int = 0
+
+    @classmethod
+    def empty(cls, c: config.MLA, batch: int, dtype: torch.dtype) -> Self:
+        """Return the state before the first token."""
+        return cls(
+            torch.empty(batch, ROOM, c.latent_rank, dtype=dtype), torch.empty(batch, ROOM, c.shared_dim, dtype=dtype)
+        )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything worth saving, by name: the valid part of the buffers."""
+        return {"latent_BSR": self.latent_BSR[:, : self.length], "shared_BSJ": self.shared_BSJ[:, : self.length]}
+
+    def append(self, latent_BTR: Tensor, shared_BTJ: Tensor) -> None:
+        """Store T more positions, with room for as many again when the buffers must grow."""
+        end = self.length + latent_BTR.shape[1]
+        if end > self.latent_BSR.shape[1]:
+            self.latent_BSR = _grown(self.latent_BSR, self.length, 2 * end)
+            self.shared_BSJ = _grown(self.shared_BSJ, self.length, 2 * end)
+        self.latent_BSR[:, self.length : end] = latent_BTR
+        self.shared_BSJ[:, self.length : end] = shared_BTJ
+        self.length = end
+
+
+def _grown(buffer: Tensor, used: int, size: int) -> Tensor:
+    larger = buffer.new_empty(buffer.shape[0], size, buffer.shape[2])
+    larger[:, :used] = buffer[:, :used]
+    return larger
+
+
+def forward(c: config.MLA, w: Weights, s: State, x_BTD: Tensor, eps: float, ops: Ops) -> Tensor:
+    """Advance ``s`` by T tokens and return what the layer adds to the residual stream, BTD.
+
+    The two inner norms have the epsilon of their own class (``c.eps``), not the model's.
+    """
+    if c.query_rank is None:
+        q = ops.linear(x_BTD, w.q)
+    else:
+        q = ops.linear(ops.rms_norm(ops.linear(x_BTD, w.q_down), w.q_norm, c.eps), w.q_up)
+    latent, shared = ops.linear(x_BTD, w.latent_down).split([c.latent_rank, c.shared_dim], -1)
+    s.append(ops.rms_norm(latent, w.latent_norm, c.eps), shared)
+    cache = s.tensors()
+    o_BTHV = ops.attention(
+        q.unflatten(-1, (c.heads, -1)), cache["latent_BSR"], cache["shared_BSJ"], w.latent_up, c.value_dim
+    )
+    o_BTC = o_BTHV.flatten(2)
+    if c.gate:
+        o_BTC = (wide(o_BTC) * torch.sigmoid(wide(ops.linear(x_BTD, w.gate)))).to(x_BTD.dtype)
+    return ops.linear(o_BTC, w.out)

@@ -1,0 +1,286 @@
+"""Every operation in plain torch: short, slow, right by definition.
+
+Shapes carry a suffix: B batch, T tokens of this call, S cached positions, N = B * T rows, D width, H heads, G key
+heads, K key and V value channels of a head, W convolution width, C convolution channels, R latent rank, J shared key
+channels, P a head's own key channels, X experts, E experts of a row, M an expert's input, F its width.
+
+The state of the delta rule is ``S_BHVK``, value-major, so that a step reads and writes rows of contiguous keys
+(papers write it key-major). Gates ``g`` are log-decays, at most 0; ``beta`` is the write strength in [0, 1].
+
+Statistics, gates, softmax and state are float32, or float64 where the input is: ``wide`` says where.
+
+Decode is row-invariant: in a call of at most ``FEW`` rows every row is computed as if it were alone, so decoding
+several tokens at once, or several sessions, gives the same bits as one by one. Larger calls may use whatever matrix
+product is fastest, and agree within a tolerance.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from deltafin.config import Activation, SiTU
+from deltafin.quant import MXFP4
+
+FEW = 8
+"""Up to this many rows a call is decoding, row by row; above it is prefill."""
+
+CHUNK = 64
+"""Tokens that the chunkwise delta rule advances at once; any number gives the same answer up to rounding."""
+
+BLOCK = 16
+"""Tokens inside a chunk whose decays are compared pair by pair."""
+
+LARGEST_COPY = 1 << 24
+"""Elements of a weight that are widened at a time, so that no copy has the size of an embedding."""
+
+
+class Expert(NamedTuple):
+    """One routed expert: gate and up [F, M], down [M, F]."""
+
+    gate: Tensor | MXFP4
+    up: Tensor | MXFP4
+    down: Tensor | MXFP4
+
+
+def wide(x: Tensor) -> Tensor:
+    """Return ``x`` in float32, or in float64 where it is that already."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def linear(x: Tensor, weight: Tensor | MXFP4) -> Tensor:
+    """Return ``x @ weight.T`` for x [.., I] and weight [O, I]: [.., O] in x's type, sums in float32 or wider.
+
+    A packed weight is unpacked exactly; a weight stored in fewer bits than ``x`` is widened, never the other way.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    step = max(1, LARGEST_COPY // weight.shape[1])
+    parts = [_product(rows, _dense(weight, start, start + step, x.dtype)) for start in range(0, weight.shape[0], step)]
+    return torch.cat(parts, -1).view(*x.shape[:-1], weight.shape[0])
+
+
+def _dense(weight: Tensor | MXFP4, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+    if isinstance(weight, MXFP4):
+        return MXFP4(weight.codes[start:stop], weight.scales[start:stop]).unpack(dtype)
+    return weight[start:stop].to(dtype)
+
+
+def _product(rows: Tensor, weight: Tensor) -> Tensor:
+    if len(rows) > FEW:
+        return rows @ weight.T
+    return torch.stack([torch.mv(weight, row.clone()) for row in rows])  # a clone is aligned like any other row
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return ``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, in x's type."""
+    y = wide(x)
+    y = (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    return y * weight.to(x.dtype)
+
+
+def short_conv(x_BTC: Tensor, weight_CW: Tensor, tail_BWC: Tensor) -> Tensor:
+    """Convolve each channel causally over its last W inputs, then SiLU; keep the last W - 1 inputs in ``tail``.
+
+    The last tap meets the current token. ``tail_BWC`` [B, W - 1, C] is what came before and is updated in place.
+    """
+    width = weight_CW.shape[1]
+    inputs = torch.cat([tail_BWC.to(x_BTC.dtype), x_BTC], 1)
+    tokens = x_BTC.shape[1]
+    y = sum(wide(inputs[:, j : j + tokens]) * weight_CW[:, j].to(wide(x_BTC).dtype) for j in range(width))
+    tail_BWC.copy_(inputs[:, tokens:])
+    return F.silu(y).to(x_BTC.dtype)
+
+
+def l2_norm(x: Tensor) -> Tensor:
+    """Return ``x / sqrt(sum(x^2) + 1e-6)`` over the last dimension: epsilon on the sum, not on the mean."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def delta_rule(
+    q_BTGK: Tensor, k_BTGK: Tensor, v_BTHV: Tensor, g_BTHK: Tensor, beta_BTH: Tensor, S_BHVK: Tensor
+) -> Tensor:
+    """Advance the state by T tokens of the gated delta rule and return o_BTHV, in the state's type.
+
+    Queries and keys come raw: they are l2-normalised here and the query is scaled by K^-0.5. Value head h reads key
+    head h // (H / G). The gate's last dimension is K (KDA) or 1 (gated DeltaNet). Per head and token::
+
+        S = S * exp(g);  S = S + beta (v - S k) k^T;  o = S q
+
+    ``S_BHVK`` is updated in place. Up to ``FEW`` rows step by step, above chunk by chunk.
+    Source: Kimi Linear technical report (KDA), section on the chunkwise form.
+    """
+    groups = v_BTHV.shape[2] // q_BTGK.shape[2]
+    q = l2_norm(q_BTGK.to(S_BHVK.dtype)).repeat_interleave(groups, 2) * q_BTGK.shape[-1] ** -0.5
+    k = l2_norm(k_BTGK.to(S_BHVK.dtype)).repeat_interleave(groups, 2)
+    v, g, beta = (x.to(S_BHVK.dtype) for x in (v_BTHV, g_BTHK, beta_BTH))
+    few = v.shape[0] * v.shape[1] <= FEW
+    return (delta_rule_recurrent if few else delta_rule_chunkwise)(q, k, v, g, beta, S_BHVK)
+
+
+def delta_rule_recurrent(
+    q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, g_BTHK: Tensor, beta_BTH: Tensor, S_BHVK: Tensor
+) -> Tensor:
+    """Advance the state token by token: the definition. Queries and keys come normalised and scaled."""
+    o_BTHV = torch.empty_like(v_BTHV)
+    for t in range(v_BTHV.shape[1]):
+        k, v, beta = k_BTHK[:, t], v_BTHV[:, t], beta_BTH[:, t]
+        S_BHVK *= g_BTHK[:, t].exp().unsqueeze(-2)
+        error = v - (S_BHVK * k.unsqueeze(-2)).sum(-1)
+        S_BHVK += (beta.unsqueeze(-1) * error).unsqueeze(-1) * k.unsqueeze(-2)
+        o_BTHV[:, t] = (S_BHVK * q_BTHK[:, t].unsqueeze(-2)).sum(-1)
+    return o_BTHV
+
+
+def delta_rule_chunkwise(
+    q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, g_BTHK: Tensor, beta_BTH: Tensor, S_BHVK: Tensor
+) -> Tensor:
+    """Advance the state chunk by chunk: the same answer as token by token, with matrix products.
+
+    With G the running sum of g inside a chunk, and P, A below, a chunk of C tokens is::
+
+        P_ij = sum_d k_id k_jd exp(G_id - G_jd)  (j < i);   A_ij = sum_d q_id k_jd exp(G_id - G_jd)  (j <= i)
+        (I + diag(beta) P) U = diag(beta) (V - (K * e^G) S);   O = (Q * e^G) S + A U
+        S = diag(e^{G_C}) S + sum_j (k_j * e^{G_C - G_j}) U_j
+
+    The unit triangular system is solved by substitution (a power series of P diverges for real decays).
+    """
+    q, k, v, g = (x.transpose(1, 2) for x in (q_BTHK, k_BTHK, v_BTHV, g_BTHK))
+    beta = beta_BTH.transpose(1, 2).unsqueeze(-1)
+    g = g.expand_as(k)
+    outputs = []
+    for start in range(0, v.shape[2], CHUNK):
+        part = slice(start, start + CHUNK)
+        qc, kc, vc, bc = q[:, :, part], k[:, :, part], v[:, :, part], beta[:, :, part]
+        # Sums in float64: two nearly equal sums of steps down to -30 are subtracted below.
+        G = g[:, :, part].double().cumsum(2)
+        P, A = _decayed_products(qc, kc, G)
+        decay = G.exp().to(vc.dtype)
+        system = torch.eye(P.shape[-1], dtype=P.dtype, device=P.device) + bc * P
+        S_KV = S_BHVK.transpose(-1, -2)
+        U = torch.linalg.solve_triangular(system, bc * (vc - (kc * decay) @ S_KV), upper=False, unitriangular=True)
+        outputs.append((qc * decay) @ S_KV + A @ U)
+        lasting = kc * (G[:, :, -1:] - G).exp().to(vc.dtype)
+        S_BHVK *= decay[:, :, -1].unsqueeze(-2)
+        S_BHVK += U.transpose(-1, -2) @ lasting
+    return torch.cat(outputs, 2).transpose(1, 2)
+
+
+def _decayed_products(q: Tensor, k: Tensor, G: Tensor) -> tuple[Tensor, Tensor]:
+    """Return P (strictly lower) and A (lower) of one chunk; every exponent taken is at most 0.
+
+    Inside a block of tokens the sums are subtracted pair by pair. Between blocks both factors refer to the sum just
+    before the later block, which lies between the two, so neither e^(G_i - ref) nor e^(ref - G_j) can overflow.
+    """
+    tokens = k.shape[2]
+    P = k.new_zeros(*k.shape[:2], tokens, tokens)
+    A = torch.zeros_like(P)
+    for start in range(0, tokens, BLOCK):
+        rows, before = slice(start, min(start + BLOCK, tokens)), slice(0, start)
+        Gr = G[:, :, rows]
+        pairs = (Gr.unsqueeze(3) - Gr.unsqueeze(2)).clamp(max=0).exp().to(k.dtype) * k[:, :, rows].unsqueeze(2)
+        P[:, :, rows, rows] = (pairs * k[:, :, rows].unsqueeze(3)).sum(-1).tril(-1)
+        A[:, :, rows, rows] = (pairs * q[:, :, rows].unsqueeze(3)).sum(-1).tril()
+        if start:
+            reference = G[:, :, start - 1 : start]
+            later = (Gr - reference).exp().to(k.dtype)
+            earlier = (k[:, :, before] * (reference - G[:, :, before]).exp().to(k.dtype)).transpose(-1, -2)
+            P[:, :, rows, before] = (k[:, :, rows] * later) @ earlier
+            A[:, :, rows, before] = (q[:, :, rows] * later) @ earlier
+    return P, A
+
+
+def attention(
+    q_BTHC: Tensor, latent_BSR: Tensor, shared_BSJ: Tensor, up: Tensor | MXFP4, value_dim: int
+) -> Tensor:
+    """Attend causally from the last T of S cached positions; return BTHV in the query's type.
+
+    A query is P channels for the head's own key and J for the shared key. ``up`` [H (P + V), R] makes a head's P key
+    rows and V value rows from the latent. Scores are scaled by (P + J)^-0.5; nothing is rotated; softmax in float32.
+    Up to ``FEW`` rows in absorbed form (queries move into the latent space, the cache is read as it is), above
+    expanded (keys and values are made for every position). Source: DeepSeek-V2 report, section 2.1.
+    """
+    batch, tokens, heads, channels = q_BTHC.shape
+    plain = channels - shared_BSJ.shape[-1]
+    kv = _dense(up, 0, up.shape[0], wide(q_BTHC).dtype).view(heads, plain + value_dim, -1)
+    key_up, value_up = kv[:, :plain], kv[:, plain:]
+    form = _attend_absorbed if batch * tokens <= FEW else _attend_expanded
+    q, latent, shared = wide(q_BTHC) * channels**-0.5, wide(latent_BSR), wide(shared_BSJ)
+    return form(q[..., :plain], q[..., plain:], latent, shared, key_up, value_up).to(q_BTHC.dtype)
+
+
+def _attend_absorbed(
+    own: Tensor, common: Tensor, latent: Tensor, shared: Tensor, key_up: Tensor, value_up: Tensor
+) -> Tensor:
+    batch, tokens, heads, _ = own.shape
+    out = own.new_empty(batch, tokens, heads, value_up.shape[1])
+    for b in range(batch):
+        for t in range(tokens):
+            seen = latent.shape[1] - tokens + t + 1
+            c, s = latent[b, :seen], shared[b, :seen]
+            q_HR = torch.einsum("hp,hpr->hr", own[b, t], key_up)
+            p_HS = torch.softmax(q_HR @ c.T + common[b, t] @ s.T, -1)
+            out[b, t] = torch.einsum("hr,hvr->hv", p_HS @ c, value_up)
+    return out
+
+
+def _attend_expanded(
+    own: Tensor, common: Tensor, latent: Tensor, shared: Tensor, key_up: Tensor, value_up: Tensor
+) -> Tensor:
+    tokens, positions = own.shape[1], latent.shape[1]
+    k_BHSP = torch.einsum("bsr,hpr->bhsp", latent, key_up)
+    v_BHSV = torch.einsum("bsr,hvr->bhsv", latent, value_up)
+    scores = own.transpose(1, 2) @ k_BHSP.transpose(-1, -2)
+    scores += common.transpose(1, 2) @ shared.transpose(-1, -2).unsqueeze(1)
+    later = torch.ones(tokens, positions, dtype=torch.bool, device=own.device).triu(positions - tokens + 1)
+    return (torch.softmax(scores.masked_fill_(later, -torch.inf), -1) @ v_BHSV).transpose(1, 2)
+
+
+def route(
+    x_ND: Tensor, gate_XD: Tensor | MXFP4, bias_X: Tensor, chosen: int, renormalize: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Choose experts: ids_NE (int64, increasing) and their weights_NE.
+
+    Scores are sigmoids of float32 logits. The ``chosen`` largest of score + bias win, the lower index on a tie; the
+    bias decides who is chosen, never the weight.
+    """
+    scores = torch.sigmoid(linear(wide(x_ND), gate_XD))
+    order = torch.sort(scores + bias_X.to(scores.dtype), dim=-1, descending=True, stable=True).indices
+    ids = order[:, :chosen].sort(-1).values
+    weights = scores.gather(-1, ids)
+    if renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return ids, weights * scale
+
+
+def activate(gate: Tensor, up: Tensor, kind: Activation) -> Tensor:
+    """Return ``kind`` of gate and up in float32 or wider, cast to the gate's type."""
+    a, b = wide(gate), wide(up)
+    if isinstance(kind, SiTU):
+        a = kind.gate_limit * torch.tanh(a / kind.gate_limit) * torch.sigmoid(a)
+        return (a * (kind.up_limit * torch.tanh(b / kind.up_limit))).to(gate.dtype)
+    return (F.silu(a) * b).to(gate.dtype)
+
+
+def experts(
+    x_NM: Tensor, ids_NE: Tensor, weight_NE: Tensor, expert: Callable[[int], Expert], activation: Activation
+) -> Tensor:
+    """Return the weighted sum over each row's experts: NM in x's type, summed in float32 or wider by increasing id."""
+    y_NM = torch.zeros_like(wide(x_NM))
+    for x in ids_NE.unique().tolist():
+        rows, place = (ids_NE == x).nonzero(as_tuple=True)
+        gate, up, down = expert(x)
+        h = activate(linear(x_NM[rows], gate), linear(x_NM[rows], up), activation)
+        y_NM[rows] += weight_NE[rows, place].unsqueeze(-1).to(y_NM.dtype) * wide(linear(h, down))
+    return y_NM.to(x_NM.dtype)
+
+
+def mix_depth(sources: Sequence[Tensor], query_D: Tensor, eps: float) -> Tensor:
+    """Mix vectors of several depths by softmax, token by token: BTD in the sources' type.
+
+    A source is scored by its RMS-normalised form times ``query_D`` and mixed raw (Kimi K3's attention residuals).
+    """
+    stack = torch.stack([wide(s) for s in sources])
+    scores = (stack * query_D.to(stack.dtype)).sum(-1) * torch.rsqrt(stack.square().mean(-1) + eps)
+    return (torch.softmax(scores, 0).unsqueeze(-1) * stack).sum(0).to(sources[0].dtype)

@@ -1,0 +1,267 @@
+"""Opening a model's files: a Hugging Face snapshot, read in place through its family.
+
+Nothing is copied: tensors are views of memory-mapped files, packed experts stay packed. Everything that can be wrong
+with the files is found when they are opened, from their headers.
+"""
+
+import hashlib
+import json
+import math
+import mmap
+import re
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deltafin import families
+from deltafin.config import ModelConfig, MoE
+from deltafin.errors import CheckpointError
+from deltafin.model.decoder import parts
+from deltafin.ops import Expert
+from deltafin.quant import GROUP, MXFP4, check_scales
+from deltafin.weights import Weight
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U8": torch.uint8,
+    "F8_E8M0": torch.uint8,  # scales: the byte is the exponent
+}
+LARGEST_HEADER = 100_000_000  # the format's own limit
+CHECKED_AT_ONCE = 64 << 20
+"""Bytes of expert scales up to which all are checked when a model is opened; beyond, each expert on first use."""
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Where one tensor lies: bytes ``start`` to ``stop`` of its file."""
+
+    file: int
+    dtype: str
+    shape: Shape
+    start: int
+    stop: int
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file; ``CheckpointError`` names it when it is missing or damaged."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path.parent} has no {path.name}", "is this the folder of a model?") from error
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error})", "fetch the file again") from error
+
+
+def read_header(path: Path, file: int = 0) -> dict[str, Entry]:
+    """Read and check the header of one safetensors file; ``CheckpointError`` names the file and both sizes."""
+    again = "the file is cut or damaged; fetch it again"
+    size = path.stat().st_size
+    with path.open("rb") as f:
+        length = int.from_bytes(f.read(8), "little")
+        if size < 8 or length > LARGEST_HEADER:
+            raise CheckpointError(f"{path} is not a safetensors file ({size} bytes)", again)
+        if size < 8 + length:
+            raise CheckpointError(f"{path} has {size} bytes, but its header alone ends at byte {8 + length}", again)
+        text = f.read(length)
+    try:
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        entries = {
+            name: Entry(file, e["dtype"], tuple(e["shape"]), *(8 + length + at for at in e["data_offsets"]))
+            for name, e in header.items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} has a header that cannot be read ({error})", again) from error
+    end = max((e.stop for e in entries.values()), default=8 + length)
+    if size != end:
+        raise CheckpointError(f"{path} has {size} bytes, but its header describes {end}", again)
+    for name, e in entries.items():
+        if e.dtype not in DTYPES:
+            continue  # only an error for a tensor that is used
+        if e.stop - e.start != math.prod(e.shape) * DTYPES[e.dtype].itemsize or e.start < 8 + length:
+            raise CheckpointError(f"{path}: {name} is {e.dtype} {e.shape} in {e.stop - e.start} bytes", again)
+    return entries
+
+
+class Snapshot:
+    """A folder as the hub publishes it, seen through its family: read our tensors by our names.
+
+    Raises ``CheckpointError`` or ``ConfigError`` when the folder is not a complete, consistent model.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.raw = read_json(path / "config.json")
+        self.family = families.family(self.raw)
+        self.files = self._shards()
+        self.entries: dict[str, Entry] = {}
+        for i, file in enumerate(self.files):
+            for name, entry in read_header(file, i).items():
+                if name in self.entries:
+                    raise CheckpointError(f"{name} is in {self.files[self.entries[name].file]} and again in {file}")
+                self.entries[name] = entry
+        shapes: Mapping[str, Shape] = {name: e.shape for name, e in self.entries.items()}
+        self.config: ModelConfig = self.family.config(self.raw, shapes)
+        self.rules = self.family.tensors(self.config, shapes)
+        self._experts = {
+            i: (layer.ffn, self.family.expert(self.config, shapes, i))
+            for i, layer in enumerate(self.config.layers)
+            if isinstance(layer.ffn, MoE)
+        }
+        self.skipped = self._account()
+        self._maps: dict[int, Tensor] = {}
+        if self._scale_bytes() <= CHECKED_AT_ONCE:
+            for layer, (moe, _) in self._experts.items():
+                for x in range(moe.experts):
+                    self.expert(layer, x)
+
+    def read(self, name: str) -> Weight:
+        """Return one of our tensors by our name (``layers.3.mixer.q``): a view where its rule changes nothing."""
+        rule = self.rules[name]
+        found = [self._stored(source) for source in rule.sources]
+        return found[0] if rule.make is None else rule.make(*found)
+
+    def describe(self, name: str) -> str:
+        """Say where one of our tensors comes from, for an error message."""
+        sources = [self._names(source) or (source,) for source in self.rules[name].sources]
+        return f"{' and '.join(s[0] for s in sources)} in {self.path}"
+
+    def expert(self, layer: int, x: int) -> Expert:
+        """Return one routed expert: views of what is stored."""
+        _, names = self._experts[layer]
+        return Expert(*(self._stored(name) for name in names(x)))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Identify the model: its config, headers, and a sample of each file's bytes."""
+        digest = hashlib.sha256(repr(self.config).encode())
+        for file in self.files:
+            with file.open("rb") as f:
+                size = f.seek(0, 2)
+                for at in {0, max(0, size // 2), max(0, size - (1 << 16))}:
+                    f.seek(at)
+                    digest.update(f.read(1 << 16))
+        return digest.hexdigest()
+
+    def totals(self) -> dict[str, int]:
+        """Count what the text model uses: parameters and bytes, in all and of its routed experts."""
+        counts = Counter[str]()
+        for name, e in self.entries.items():
+            if self.family.skipped(name, self.raw) is None:
+                scale = name.endswith(".weight_scale")
+                parameters = 0 if scale else math.prod(e.shape) * (2 if name.endswith(".weight_packed") else 1)
+                for group in ("", "expert ") if ".experts." in name else ("",):
+                    counts[f"{group}parameters"] += parameters
+                    counts[f"{group}bytes"] += e.stop - e.start
+        return dict(counts)
+
+    def _shards(self) -> list[Path]:
+        """Return the safetensors files; name all that are missing at once."""
+        index, present = self.path / "model.safetensors.index.json", sorted(self.path.glob("*.safetensors"))
+        if index.exists():
+            weight_map = read_json(index).get("weight_map")
+            if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+                raise CheckpointError(f"{index} has no weight_map", "fetch the file again")
+            needed = {f for name, f in weight_map.items() if self.family.skipped(name, self.raw) is None}
+            listed = sorted(needed | {f for f in weight_map.values() if (self.path / f).exists()})
+        else:
+            numbered = (re.fullmatch(r"(.*-)(\d+)(-of-0*(\d+)\.safetensors)", p.name) for p in present)
+            expected = {f"{m[1]}{i:0{len(m[2])}}{m[3]}" for m in numbered if m for i in range(1, int(m[4]) + 1)}
+            listed = sorted(expected | {p.name for p in present})
+        missing = [name for name in listed if not (self.path / name).exists()]
+        if missing:
+            raise CheckpointError(
+                f"{self.path} lacks {len(missing)} of {len(listed)} files: {', '.join(missing)}", "fetch them again"
+            )
+        if not listed:
+            raise CheckpointError(f"{self.path} has no *.safetensors file", "deltafin reads safetensors checkpoints")
+        return [self.path / name for name in listed]
+
+    def _account(self) -> dict[str, int]:
+        """Check that every tensor of ours has its sources and every stored tensor a use; return what is skipped."""
+        used, missing = set[str](), list[str]()
+        for part in parts(self.config):
+            for source in (source for name in part.names() for source in self.rules[name].sources):
+                names = self._names(source)
+                used.update(names)
+                if not names:
+                    missing.append(f"{source}.weight")
+        for layer, (moe, name_of) in self._experts.items():
+            inner = self.config.width if moe.latent is None else moe.latent
+            shapes = (moe.width, inner), (moe.width, inner), (inner, moe.width)
+            for x in range(moe.experts):
+                for source, shape in zip(name_of(x), shapes, strict=True):
+                    names = self._names(source)
+                    used.update(names)
+                    if not names:
+                        missing.append(f"{source}.weight")
+                    else:
+                        self._check_expert(names, shape, layer, x)
+        if missing:
+            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+            raise CheckpointError(
+                f"{self.path} lacks {', '.join(missing[:3])}{more}", "the files do not belong to this config.json"
+            )
+        skipped = Counter[str]()
+        for name in sorted(self.entries.keys() - used):
+            group = self.family.skipped(name, self.raw)
+            if group is None:
+                raise CheckpointError(
+                    f"{name} in {self.files[self.entries[name].file]} has no place in this model",
+                    "a tensor that is not understood could change what the model says, so it is not passed over",
+                )
+            skipped[group] += 1
+        return dict(skipped)
+
+    def _check_expert(self, names: tuple[str, ...], shape: Shape, layer: int, x: int) -> None:
+        rows, columns = shape
+        expected = [shape] if len(names) == 1 else [(rows, columns // 2), (rows, columns // GROUP)]
+        for name, want in zip(names, expected, strict=True):
+            if self.entries[name].shape != want:
+                raise CheckpointError(f"{name} is {self.entries[name].shape}, but config.json makes it {want}")
+
+    def _names(self, source: str) -> tuple[str, ...]:
+        """Return the stored tensors that hold a source: as it is, as ``.weight``, or packed with scales."""
+        for names in ((f"{source}.weight_packed", f"{source}.weight_scale"), (f"{source}.weight",), (source,)):
+            if all(name in self.entries for name in names):
+                return names
+        return ()
+
+    def _stored(self, source: str) -> Weight:
+        names = self._names(source)
+        if len(names) == 1:
+            return self._view(names[0])
+        packed = MXFP4(self._view(names[0]), self._view(names[1]))
+        rows, columns = packed.shape
+        if tuple(packed.scales.shape) != (rows, columns // GROUP) or columns % GROUP:
+            raise CheckpointError(f"{names[1]} is {tuple(packed.scales.shape)}, which does not fit {names[0]}")
+        check_scales(packed, names[1])
+        return packed
+
+    def _view(self, name: str) -> Tensor:
+        e = self.entries[name]
+        if e.dtype not in DTYPES:
+            raise CheckpointError(f"{name} is stored as {e.dtype}, which is not supported", f"in {self.files[e.file]}")
+        if e.file not in self._maps:
+            with self.files[e.file].open("rb") as f:  # read-only: a private map would count as memory promised
+                mapped = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "The given buffer is not writable")  # nothing writes to weights
+                self._maps[e.file] = torch.frombuffer(mapped, dtype=torch.uint8)
+        part, dtype = self._maps[e.file][e.start : e.stop], DTYPES[e.dtype]
+        return (part.clone() if e.start % dtype.itemsize else part).view(dtype).view(e.shape)
+
+    def _scale_bytes(self) -> int:
+        return sum(e.stop - e.start for name, e in self.entries.items() if name.endswith(".weight_scale"))
