@@ -1,7 +1,7 @@
 """A layer's routed experts, wherever they live. So far they live in the mapped files of the model."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import lru_cache
 
 from torch import Tensor
 
@@ -9,11 +9,15 @@ from deltafin.config import Activation
 from deltafin.ops import Expert, Ops
 
 
-@dataclass(frozen=True)
+REMEMBERED = 256
+"""Experts of a layer whose views are kept at hand; a view is some hundred bytes, the weights stay in the file."""
+
+
 class MappedExperts:
     """Experts that the operating system pages in from the model's files when they are used."""
 
-    read: Callable[[int], Expert]
+    def __init__(self, read: Callable[[int], Expert]) -> None:
+        self.read = lru_cache(REMEMBERED)(read)
 
     def __call__(
         self, x_NM: Tensor, ids_NE: Tensor, weight_NE: Tensor, activation: Activation, ops: Ops

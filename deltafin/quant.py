@@ -44,8 +44,8 @@ class MXFP4:
     def unpack(self, dtype: torch.dtype) -> Tensor:
         """Every value, exactly: in float32 and float64 always, in bfloat16 for scales 1 to 252."""
         pairs, scales = _TABLES[torch.float64 if dtype == torch.float64 else torch.float32]
-        values = pairs[self.codes.int()].view(*self.scales.shape, GROUP)
-        return (values * scales[self.scales.int()].unsqueeze(-1)).view(self.shape).to(dtype)
+        values = pairs.index_select(0, self.codes.flatten().int()).view(-1, GROUP)
+        return (values * scales.index_select(0, self.scales.flatten().int())[:, None]).view(self.shape).to(dtype)
 
 
 def check_scales(weight: MXFP4, name: str) -> None:

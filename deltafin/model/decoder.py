@@ -87,6 +87,9 @@ class Decoder:
 
 Stream = residual.Sum | residual.Mixture
 
+FEW = 8
+"""Up to this many tokens in a call are decoding; more are prefill."""
+
 
 def advance(m: Decoder, state: list[State], tokens_BT: Tensor) -> Iterator[Stream]:
     """Advance ``state`` by T tokens, layer by layer; yield the residual stream after every layer."""
@@ -102,9 +105,13 @@ def advance(m: Decoder, state: list[State], tokens_BT: Tensor) -> Iterator[Strea
 
 
 def forward(m: Decoder, state: list[State], tokens_BT: Tensor, last: int = 1) -> Tensor:
-    """Advance ``state`` by T tokens; return the logits after the ``last`` of them, [B, last, Z] in float32 or wider."""
-    for stream in advance(m, state, tokens_BT):  # noqa: B007 - the last one is used below
-        pass
+    """Advance ``state`` by T tokens; return the logits after the ``last`` of them, [B, last, Z] in float32 or wider.
+
+    Decode is row-invariant: up to ``FEW`` tokens are read one by one, so several at once give the same bits.
+    """
+    if 1 < tokens_BT.shape[1] <= FEW:
+        return torch.cat([forward(m, state, token) for token in tokens_BT.split(1, 1)], 1)[:, -last:]
+    *_, stream = advance(m, state, tokens_BT)
     ops = m.blocks[-1].ops
     x_BTD = ops.rms_norm(stream.read(m.edges.read, ops)[:, -last:], m.edges.norm, m.config.eps)
     return wide(ops.linear(x_BTD, m.edges.head))

@@ -60,6 +60,14 @@ class State:
         """Everything worth saving, by name."""
         return {"q_tail": self.q_tail, "k_tail": self.k_tail, "v_tail": self.v_tail, "S_BHVK": self.S_BHVK}
 
+    def restore(self, saved: dict[str, Tensor], length: int) -> None:
+        """Become a saved state; ``ValueError`` when the shapes are another model's."""
+        for name, tensor in self.tensors().items():
+            if saved[name].shape != tensor.shape:
+                raise ValueError(f"{name} is {tuple(saved[name].shape)}, not {tuple(tensor.shape)}")
+            tensor.copy_(saved[name])
+        self.length = length
+
 
 def log_decay(c: config.KDA, z_BTC: Tensor, decay_log: Tensor, decay_bias: Tensor) -> Tensor:
     """Return g_BTHK, at most 0, in float32 or wider, from the raw projection [B, T, H * K].

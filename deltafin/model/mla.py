@@ -52,6 +52,14 @@ class State:
         """Everything worth saving, by name: the valid part of the buffers."""
         return {"latent_BSR": self.latent_BSR[:, : self.length], "shared_BSJ": self.shared_BSJ[:, : self.length]}
 
+    def restore(self, saved: dict[str, Tensor], length: int) -> None:
+        """Become a saved state; ``ValueError`` when the shapes are another model's."""
+        for name, tensor in self.tensors().items():
+            if saved[name].shape != (len(tensor), length, tensor.shape[2]):
+                raise ValueError(f"{name} is {tuple(saved[name].shape)}, not {length} positions of {tensor.shape[2]}")
+        self.length = 0
+        self.append(saved["latent_BSR"], saved["shared_BSJ"])
+
     def append(self, latent_BTR: Tensor, shared_BTJ: Tensor) -> None:
         """Store T more positions, with room for as many again when the buffers must grow."""
         end = self.length + latent_BTR.shape[1]

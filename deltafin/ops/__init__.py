@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 
 from deltafin.ops import reference
-from deltafin.ops.reference import FEW, Expert
+from deltafin.ops.reference import Expert
 
-__all__ = ["BACKENDS", "FEW", "REFERENCE", "Expert", "Ops", "load", "overrides"]
+__all__ = ["BACKENDS", "REFERENCE", "Expert", "Ops", "load", "overrides"]
 
 
 @dataclass(frozen=True)

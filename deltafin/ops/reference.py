@@ -9,9 +9,8 @@ The state of the delta rule is ``S_BHVK``, value-major, so that a step reads and
 
 Statistics, gates, softmax and state are float32, or float64 where the input is: ``wide`` says where.
 
-Decode is row-invariant: in a call of at most ``FEW`` rows every row is computed as if it were alone, so decoding
-several tokens at once, or several sessions, gives the same bits as one by one. Larger calls may use whatever matrix
-product is fastest, and agree within a tolerance.
+A call of one row is decoding and takes the form that moves the fewest bytes; a call of more is prefill and takes the
+form with the largest matrix products. The two agree within a tolerance, not bit for bit.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,9 +22,6 @@ from torch.nn import functional as F
 
 from deltafin.config import Activation, SiTU
 from deltafin.quant import MXFP4
-
-FEW = 8
-"""Up to this many rows a call is decoding, row by row; above it is prefill."""
 
 CHUNK = 64
 """Tokens that the chunkwise delta rule advances at once; any number gives the same answer up to rounding."""
@@ -55,10 +51,10 @@ def linear(x: Tensor, weight: Tensor | MXFP4) -> Tensor:
 
     A packed weight is unpacked exactly; a weight stored in fewer bits than ``x`` is widened, never the other way.
     """
-    rows = x.reshape(-1, x.shape[-1])
-    step = max(1, LARGEST_COPY // weight.shape[1])
-    parts = [_product(rows, _dense(weight, start, start + step, x.dtype)) for start in range(0, weight.shape[0], step)]
-    return torch.cat(parts, -1).view(*x.shape[:-1], weight.shape[0])
+    outputs, inputs = weight.shape
+    step = max(1, LARGEST_COPY // inputs)
+    parts = [F.linear(x, _dense(weight, start, start + step, x.dtype)) for start in range(0, outputs, step)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
 
 def _dense(weight: Tensor | MXFP4, start: int, stop: int, dtype: torch.dtype) -> Tensor:
@@ -67,10 +63,6 @@ def _dense(weight: Tensor | MXFP4, start: int, stop: int, dtype: torch.dtype) ->
     return weight[start:stop].to(dtype)
 
 
-def _product(rows: Tensor, weight: Tensor) -> Tensor:
-    if len(rows) > FEW:
-        return rows @ weight.T
-    return torch.stack([torch.mv(weight, row.clone()) for row in rows])  # a clone is aligned like any other row
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -108,21 +100,30 @@ def delta_rule(
 
         S = S * exp(g);  S = S + beta (v - S k) k^T;  o = S q
 
-    ``S_BHVK`` is updated in place. Up to ``FEW`` rows step by step, above chunk by chunk.
+    ``S_BHVK`` is updated in place. One token by the recurrence, more chunk by chunk.
     Source: Kimi Linear technical report (KDA), section on the chunkwise form.
     """
+    form = delta_rule_recurrent if v_BTHV.shape[1] == 1 else delta_rule_chunkwise
+    return form(q_BTGK, k_BTGK, v_BTHV, g_BTHK, beta_BTH, S_BHVK)
+
+
+def _per_value_head(
+    q_BTGK: Tensor, k_BTGK: Tensor, v_BTHV: Tensor, g_BTHK: Tensor, beta_BTH: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return all five in the state's type, with queries and keys normalised, scaled and repeated per value head."""
     groups = v_BTHV.shape[2] // q_BTGK.shape[2]
-    q = l2_norm(q_BTGK.to(S_BHVK.dtype)).repeat_interleave(groups, 2) * q_BTGK.shape[-1] ** -0.5
-    k = l2_norm(k_BTGK.to(S_BHVK.dtype)).repeat_interleave(groups, 2)
-    v, g, beta = (x.to(S_BHVK.dtype) for x in (v_BTHV, g_BTHK, beta_BTH))
-    few = v.shape[0] * v.shape[1] <= FEW
-    return (delta_rule_recurrent if few else delta_rule_chunkwise)(q, k, v, g, beta, S_BHVK)
+    q = l2_norm(q_BTGK.to(dtype)).repeat_interleave(groups, 2) * q_BTGK.shape[-1] ** -0.5
+    k = l2_norm(k_BTGK.to(dtype)).repeat_interleave(groups, 2)
+    return q, k, v_BTHV.to(dtype), g_BTHK.to(dtype), beta_BTH.to(dtype)
 
 
 def delta_rule_recurrent(
-    q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, g_BTHK: Tensor, beta_BTH: Tensor, S_BHVK: Tensor
+    q_BTGK: Tensor, k_BTGK: Tensor, v_BTHV: Tensor, g_BTHK: Tensor, beta_BTH: Tensor, S_BHVK: Tensor
 ) -> Tensor:
-    """Advance the state token by token: the definition. Queries and keys come normalised and scaled."""
+    """Advance the state token by token: the definition. Arguments as ``delta_rule``."""
+    q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH = _per_value_head(
+        q_BTGK, k_BTGK, v_BTHV, g_BTHK, beta_BTH, S_BHVK.dtype
+    )
     o_BTHV = torch.empty_like(v_BTHV)
     for t in range(v_BTHV.shape[1]):
         k, v, beta = k_BTHK[:, t], v_BTHV[:, t], beta_BTH[:, t]
@@ -134,10 +135,11 @@ def delta_rule_recurrent(
 
 
 def delta_rule_chunkwise(
-    q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, g_BTHK: Tensor, beta_BTH: Tensor, S_BHVK: Tensor
+    q_BTGK: Tensor, k_BTGK: Tensor, v_BTHV: Tensor, g_BTHK: Tensor, beta_BTH: Tensor, S_BHVK: Tensor
 ) -> Tensor:
     """Advance the state chunk by chunk: the same answer as token by token, with matrix products.
 
+    Arguments as ``delta_rule``; queries and keys stand below for the normalised, scaled ones.
     With G the running sum of g inside a chunk, and P, A below, a chunk of C tokens is::
 
         P_ij = sum_d k_id k_jd exp(G_id - G_jd)  (j < i);   A_ij = sum_d q_id k_jd exp(G_id - G_jd)  (j <= i)
@@ -146,9 +148,10 @@ def delta_rule_chunkwise(
 
     The unit triangular system is solved by substitution (a power series of P diverges for real decays).
     """
-    q, k, v, g = (x.transpose(1, 2) for x in (q_BTHK, k_BTHK, v_BTHV, g_BTHK))
-    beta = beta_BTH.transpose(1, 2).unsqueeze(-1)
-    g = g.expand_as(k)
+    q, k, v, g, beta = (
+        x.transpose(1, 2) for x in _per_value_head(q_BTGK, k_BTGK, v_BTHV, g_BTHK, beta_BTH, S_BHVK.dtype)
+    )
+    beta, g = beta.unsqueeze(-1), g.expand_as(k)
     outputs = []
     for start in range(0, v.shape[2], CHUNK):
         part = slice(start, start + CHUNK)
@@ -198,23 +201,32 @@ def attention(
 
     A query is P channels for the head's own key and J for the shared key. ``up`` [H (P + V), R] makes a head's P key
     rows and V value rows from the latent. Scores are scaled by (P + J)^-0.5; nothing is rotated; softmax in float32.
-    Up to ``FEW`` rows in absorbed form (queries move into the latent space, the cache is read as it is), above
-    expanded (keys and values are made for every position). Source: DeepSeek-V2 report, section 2.1.
+    One token in absorbed form (the query moves into the latent space, the cache is read as it is), more in expanded
+    form (keys and values are made for every position). Source: DeepSeek-V2 report, section 2.1.
     """
-    batch, tokens, heads, channels = q_BTHC.shape
+    form = attention_absorbed if q_BTHC.shape[1] == 1 else attention_expanded
+    return form(q_BTHC, latent_BSR, shared_BSJ, up, value_dim)
+
+
+def _scaled_and_split(
+    q_BTHC: Tensor, shared_BSJ: Tensor, up: Tensor | MXFP4, value_dim: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return a query's own and shared part, scaled, and the up projections of keys HPR and values HVR."""
+    heads, channels = q_BTHC.shape[2:]
     plain = channels - shared_BSJ.shape[-1]
-    kv = _dense(up, 0, up.shape[0], wide(q_BTHC).dtype).view(heads, plain + value_dim, -1)
-    key_up, value_up = kv[:, :plain], kv[:, plain:]
-    form = _attend_absorbed if batch * tokens <= FEW else _attend_expanded
-    q, latent, shared = wide(q_BTHC) * channels**-0.5, wide(latent_BSR), wide(shared_BSJ)
-    return form(q[..., :plain], q[..., plain:], latent, shared, key_up, value_up).to(q_BTHC.dtype)
+    q = wide(q_BTHC) * channels**-0.5
+    up_HCR = _dense(up, 0, up.shape[0], q.dtype).view(heads, plain + value_dim, -1)
+    return q[..., :plain], q[..., plain:], up_HCR[:, :plain], up_HCR[:, plain:]
 
 
-def _attend_absorbed(
-    own: Tensor, common: Tensor, latent: Tensor, shared: Tensor, key_up: Tensor, value_up: Tensor
+def attention_absorbed(
+    q_BTHC: Tensor, latent_BSR: Tensor, shared_BSJ: Tensor, up: Tensor | MXFP4, value_dim: int
 ) -> Tensor:
+    """Attend in the latent space, row by row. Arguments as ``attention``."""
+    own, common, key_up, value_up = _scaled_and_split(q_BTHC, shared_BSJ, up, value_dim)
+    latent, shared = wide(latent_BSR), wide(shared_BSJ)
     batch, tokens, heads, _ = own.shape
-    out = own.new_empty(batch, tokens, heads, value_up.shape[1])
+    out = own.new_empty(batch, tokens, heads, value_dim)
     for b in range(batch):
         for t in range(tokens):
             seen = latent.shape[1] - tokens + t + 1
@@ -222,19 +234,23 @@ def _attend_absorbed(
             q_HR = torch.einsum("hp,hpr->hr", own[b, t], key_up)
             p_HS = torch.softmax(q_HR @ c.T + common[b, t] @ s.T, -1)
             out[b, t] = torch.einsum("hr,hvr->hv", p_HS @ c, value_up)
-    return out
+    return out.to(q_BTHC.dtype)
 
 
-def _attend_expanded(
-    own: Tensor, common: Tensor, latent: Tensor, shared: Tensor, key_up: Tensor, value_up: Tensor
+def attention_expanded(
+    q_BTHC: Tensor, latent_BSR: Tensor, shared_BSJ: Tensor, up: Tensor | MXFP4, value_dim: int
 ) -> Tensor:
+    """Attend with every position's keys and values made from its latent. Arguments as ``attention``."""
+    own, common, key_up, value_up = _scaled_and_split(q_BTHC, shared_BSJ, up, value_dim)
+    latent, shared = wide(latent_BSR), wide(shared_BSJ)
     tokens, positions = own.shape[1], latent.shape[1]
     k_BHSP = torch.einsum("bsr,hpr->bhsp", latent, key_up)
     v_BHSV = torch.einsum("bsr,hvr->bhsv", latent, value_up)
     scores = own.transpose(1, 2) @ k_BHSP.transpose(-1, -2)
     scores += common.transpose(1, 2) @ shared.transpose(-1, -2).unsqueeze(1)
     later = torch.ones(tokens, positions, dtype=torch.bool, device=own.device).triu(positions - tokens + 1)
-    return (torch.softmax(scores.masked_fill_(later, -torch.inf), -1) @ v_BHSV).transpose(1, 2)
+    p_BHTS = torch.softmax(scores.masked_fill_(later, -torch.inf), -1)
+    return (p_BHTS @ v_BHSV).transpose(1, 2).to(q_BTHC.dtype)
 
 
 def route(

@@ -1,0 +1,314 @@
+"""The public face: load a model, generate, talk, save and resume."""
+
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from deltafin import ops
+from deltafin.chat import UNSET, ChatFormat, Piece, chat_format
+from deltafin.config import KDA, MoE, ModelConfig
+from deltafin.errors import ChatError, UsageError
+from deltafin.executor import assemble
+from deltafin.model.decoder import Decoder, forward
+from deltafin.sampling import Sampler
+from deltafin.session import PIECE, Session
+from deltafin.store import Snapshot
+from deltafin.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+"""A message in the usual shape: role, content, and what belongs to it."""
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+EMBEDDED = Path(__file__).parent / "nano"
+
+
+def load(name_or_path: str | Path = "nano", *, dtype: str = "float32", threads: int | None = None) -> "Model":
+    """Open a model: ``"nano"``, the one that ships with deltafin, or the folder of a Hugging Face snapshot.
+
+    Weights are read in place and keep the precision they are stored in. ``dtype`` is the type of the activations:
+    ``"float32"`` (default; exact for bfloat16 and MXFP4 weights up to the rounding of sums), ``"bfloat16"`` as the
+    model's makers run it, or ``"float64"`` for proofs. ``threads`` is how many CPU threads torch uses in this
+    process (default: as torch decides). Raises ``CheckpointError`` or ``ConfigError`` naming what is wrong with the
+    files, ``UsageError`` for an argument that cannot work.
+    """
+    if dtype not in DTYPES:
+        raise UsageError(f"dtype {dtype!r} is not supported", f"use {', '.join(DTYPES)}")
+    if threads is not None:
+        if threads < 1:
+            raise UsageError(f"threads {threads} is not supported", "use 1 or more")
+        torch.set_num_threads(threads)
+    path = EMBEDDED if str(name_or_path) == "nano" else Path(name_or_path).expanduser()
+    if not path.is_dir():
+        raise UsageError(
+            f"there is no model folder {str(name_or_path)!r}", "give the folder of a Hugging Face snapshot, or nano"
+        )
+    return Model(Snapshot(path), ops.REFERENCE, DTYPES[dtype])
+
+
+class Model:
+    """A model that is ready to run. Made by ``load``; frozen: what changes are the sessions it gives out."""
+
+    def __init__(self, store: Snapshot, table: ops.Ops, dtype: torch.dtype) -> None:
+        self._store = store
+        self.path = store.path
+        self.name = "nano" if store.path == EMBEDDED else store.path.resolve().name
+        self.config: ModelConfig = store.config
+        self.decoder: Decoder = assemble(store, table, dtype)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Who this model is, for saved sessions: its files and the type of its activations."""
+        return f"{self._store.fingerprint}-{str(self.decoder.dtype).removeprefix('torch.')}"
+
+    def in_dtype(self, dtype: torch.dtype) -> Decoder:
+        """Return the same weights with another type of activations."""
+        return replace(self.decoder, dtype=dtype)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The vocabulary; ``TokenizerError`` names the file when the snapshot has none."""
+        return Tokenizer.open(self.path, self.config.vocab)
+
+    @cached_property
+    def chat_format(self) -> ChatFormat:
+        """How the model writes conversations; ``ChatError`` when it is not known."""
+        return chat_format(self.tokenizer)
+
+    def info(self) -> dict[str, Any]:
+        """Return what the model is and how it runs here, in the order it is shown. Sizes are bytes."""
+        layers = self.config.layers
+        totals = self._store.totals()
+        moe = next((layer.ffn for layer in layers if isinstance(layer.ffn, MoE)), None)
+        table = self.decoder.blocks[0].ops
+        replaced = list(ops.overrides(table))
+        linear = sum(isinstance(layer.mixer, KDA) for layer in layers)
+        about: dict[str, Any] = {
+            "name": self.name,
+            "path": str(self.path),
+            "family": self.config.family,
+            "parameters": totals["parameters"],
+            "bytes": totals["bytes"],
+            "layers": f"{len(layers)} ({linear} KDA, {len(layers) - linear} latent attention)",
+            "width": self.config.width,
+            "vocabulary": self.config.vocab,
+            "context": self.config.context,
+        }
+        if moe:
+            about["experts"] = f"{moe.experts} a layer, {moe.chosen} chosen, {'a' if moe.shared_width else 'no'} shared one"
+            about["expert bytes"] = totals["expert bytes"]
+        return about | {
+            "activations": str(self.decoder.dtype).removeprefix("torch."),
+            "threads": torch.get_num_threads(),
+            "operations": f"{table.name}, {', '.join(replaced)} replaced" if replaced else f"{table.name} reference",
+            "skipped tensors": ", ".join(f"{count} {part}" for part, count in self._store.skipped.items()) or "none",
+            "fingerprint": self.fingerprint[:16],
+        }
+
+    def logits(self, token_ids: Sequence[int]) -> Tensor:
+        """Return the logits after each of T tokens: float32 [T, Z]."""
+        ids = [int(i) for i in token_ids]
+        if not ids:
+            return torch.empty(0, self.config.vocab)
+        if not 0 <= min(ids) <= max(ids) < self.config.vocab:
+            raise UsageError(f"token ids must be from 0 to {self.config.vocab - 1}")
+        state = self.decoder.empty_state()
+        pieces = (torch.tensor([ids[start : start + PIECE]]) for start in range(0, len(ids), PIECE))
+        return torch.cat([forward(self.decoder, state, p, last=p.shape[1])[0] for p in pieces]).float()
+
+    def generate(self, prompt: str | Sequence[Message], **options: Any) -> str:
+        """Return the model's answer, without its thinking. Arguments: see ``stream``."""
+        return "".join(self.stream(prompt, **options))
+
+    def stream(
+        self,
+        prompt: str | Sequence[Message],
+        *,
+        max_tokens: int = 512,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        seed: int | None = None,
+        thinking: bool | None = None,
+        effort: str | None = UNSET,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        stop: Collection[str] = (),
+    ) -> Iterator[str]:
+        """Yield the model's answer as it comes, in pieces of whole characters.
+
+        A string is continued as it is. A list of messages is answered in the model's chat format; ``thinking``,
+        ``effort`` and ``tools`` belong to that (None: the format's default). ``stop`` are texts that end the answer
+        and are not part of it; ``max_tokens`` counts thinking too. Sampling: see ``Sampler``.
+        """
+        sampler = Sampler(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+        if isinstance(prompt, str):
+            if thinking or tools:
+                raise ChatError("thinking and tools need messages", 'use [{"role": "user", "content": ...}]')
+            pieces: Iterator[str] = self._continue(prompt, sampler, max_tokens)
+        else:
+            talk = Conversation(self, prompt, tools=tools, thinking=thinking, effort=effort)
+            pieces = (p for p in talk.chat(None, sampler=sampler, max_tokens=max_tokens) if p.kind == "text")
+        yield from _until(pieces, stop)
+
+    def chat(self, messages: Sequence[Message], **options: Any) -> dict[str, Any]:
+        """Return the whole answer as a message: role, content, reasoning_content, tool_calls, finish_reason.
+
+        ``finish_reason`` is ``"stop"``, ``"length"`` or ``"tool_calls"``. Arguments: as ``stream``, without ``stop``.
+        """
+        talk_options = {name: options.pop(name) for name in ("tools", "thinking", "effort") if name in options}
+        talk = Conversation(self, messages, **talk_options)
+        max_tokens = options.pop("max_tokens", 512)
+        for _ in talk.chat(None, sampler=Sampler(**options), max_tokens=max_tokens):
+            pass
+        return {**talk.messages[-1], "finish_reason": talk.stats.finish_reason}
+
+    def session(self, system: str | None = None, **options: Any) -> "Conversation":
+        """Begin a conversation, optionally with a system prompt. Options: ``tools``, ``thinking``, ``effort``."""
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        return Conversation(self, messages, **options)
+
+    def resume(self, path: str | Path) -> "Conversation":
+        """Go on with a conversation that was saved; ``SessionError`` when it belongs to another model."""
+        return Conversation.load(self, path)
+
+    def _continue(self, text: str, sampler: Sampler, limit: int) -> Iterator[str]:
+        session, decoder = Session(self), self.tokenizer.decoder()
+        ids = self.tokenizer.encode(text)
+        if not ids:
+            raise UsageError("there is nothing to continue", "give a text of at least one character")
+        session.feed(ids)
+        for token in session.generate(sampler, limit, self.tokenizer.stop_ids):
+            if token not in self.tokenizer.stop_ids:
+                yield decoder.push(token)
+        yield decoder.flush()
+
+
+@dataclass
+class Stats:
+    """What one reply took: tokens of the prompt, how many of them were already read, seconds, tokens said."""
+
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    prompt_seconds: float = 0.0
+    generated_tokens: int = 0
+    generate_seconds: float = 0.0
+    finish_reason: str = ""
+
+
+class Conversation(Session):
+    """A session that speaks the model's chat format: ``messages`` and the timeline that they are rendered to.
+
+    Changing ``messages`` (editing, deleting, adding) is allowed at any time: the next reply reads only what differs.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        messages: Sequence[Message] = (),
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        thinking: bool | None = None,
+        effort: str | None = UNSET,
+    ) -> None:
+        super().__init__(model)
+        self.model: Model = model
+        self.messages: list[dict[str, Any]] = [dict(m) for m in messages]
+        self.tools = tools
+        self.thinking = thinking
+        self.effort = effort
+        self.stats = Stats()
+
+    def chat(
+        self,
+        message: str | Message | None,
+        *,
+        sampler: Sampler = Sampler(),  # noqa: B008 - frozen
+        max_tokens: int = 512,
+        thinking: bool | None = None,
+    ) -> Iterator[Piece]:
+        """Add a message (text: the user's; None: answer the messages as they stand) and stream the reply.
+
+        Pieces are strings with a ``kind``: ``"thinking"``, ``"text"``, or ``"call"`` with the tool call in ``.call``.
+        The reply is appended to ``messages`` when it ends, also when the iterator is closed early.
+        """
+        if message is not None:
+            self.messages.append({"role": "user", "content": message} if isinstance(message, str) else dict(message))
+        form = self.model.chat_format
+        think = self.thinking if thinking is None else thinking
+        think = form.default_thinking if think is None else think
+        prompt = self._prompt(think, self.messages)
+        self.stats, began, read = Stats(len(prompt)), time.perf_counter(), self.tokens_read
+        # Stopping here first leaves a checkpoint before the newest message, so that it can be edited or asked again.
+        before = self._prompt(think, self.messages[:-1], generate=False)
+        if 0 < len(before) < len(prompt) and before == prompt[: len(before)]:
+            self.sync(before)
+        self.sync(prompt)
+        self.stats.prompt_seconds = time.perf_counter() - began
+        self.stats.reused_tokens = max(0, len(prompt) - (self.tokens_read - read))
+        parser = form.parser(thinking=think)
+        began, finish = time.perf_counter(), "length"
+        try:
+            for token in self.generate(sampler, max_tokens, self.model.tokenizer.stop_ids):
+                self.stats.generated_tokens += 1
+                self.stats.generate_seconds = time.perf_counter() - began
+                yield from parser.push(token)
+                if parser.done or token in self.model.tokenizer.stop_ids:
+                    finish = "stop"
+                    break
+            yield from parser.finish()
+        finally:
+            parser.finish()
+            reply = parser.message()
+            self.stats.finish_reason = "tool_calls" if finish == "stop" and reply.get("tool_calls") else finish
+            self.messages.append(reply)
+
+    def say(self, message: str | Message | None, **options: Any) -> str:
+        """Return the whole reply to a message, without thinking. Arguments: as ``chat``."""
+        return "".join(piece for piece in self.chat(message, **options) if piece.kind == "text")
+
+    def reset(self) -> None:
+        """Forget everything but the system prompt."""
+        self.messages = [m for m in self.messages[:1] if m["role"] == "system"]
+
+    def fork(self) -> Self:
+        """Return an independent conversation that goes on from here."""
+        twin = super().fork()
+        twin.messages = [dict(m) for m in self.messages]
+        return twin
+
+    def _prompt(self, thinking: bool, messages: Sequence[Message], generate: bool = True) -> list[int]:
+        form = self.model.chat_format
+        return form.encode(messages, tools=self.tools, thinking=thinking, effort=self.effort, generate=generate)
+
+    def _about(self) -> dict[str, Any]:
+        return {"messages": self.messages, "tools": self.tools, "thinking": self.thinking, "effort": self.effort}
+
+    def _restore(self, about: dict[str, Any], saved: dict[str, Tensor]) -> None:
+        super()._restore(about, saved)
+        self.messages, self.tools = list(about.get("messages", [])), about.get("tools")
+        self.thinking, self.effort = about.get("thinking"), about.get("effort", UNSET)
+
+
+def _until(pieces: Iterator[str], stop: Collection[str]) -> Iterator[str]:
+    """Pass text on until one of the ``stop`` texts appears, which is held back together with what follows."""
+    stop = [s for s in stop if s]
+    held = ""
+    for piece in pieces:
+        held += piece
+        found = [at for s in stop if (at := held.find(s)) >= 0]
+        if found:
+            yield held[: min(found)]
+            return
+        keep = max((n for s in stop for n in range(1, len(s)) if held.endswith(s[:n])), default=0)
+        if len(held) > keep:
+            yield held[: len(held) - keep]
+            held = held[len(held) - keep :]
+    if held:
+        yield held

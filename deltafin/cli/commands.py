@@ -1,0 +1,233 @@
+"""The commands; each imports what it needs when it runs, so that ``--help`` is immediate."""
+
+import contextlib
+import functools
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from deltafin.cli.options import LOADING, NANO, SAMPLING, TALKING, sampling, shared
+from deltafin.cli.text import columns, plain, report
+from deltafin.errors import UsageError
+
+if TYPE_CHECKING:
+    from deltafin.api import Model
+
+
+def load(model: str, options: dict[str, Any]) -> "Model":
+    """Load a model as the loading options ask."""
+    import deltafin
+
+    return deltafin.load(model, dtype=options["dtype"], threads=options["threads"])
+
+
+@click.command()
+@click.argument("model", default=NANO)
+@shared(TALKING, SAMPLING, LOADING)
+@click.pass_context
+def chat(context: click.Context, model: str, **options: Any) -> None:
+    """Talk with MODEL; /help inside lists the commands.
+
+    In a pipe each line is a message, answers go to stdout and nothing else does.
+    """
+    from deltafin import Sampler
+    from deltafin.chat import UNSET
+    from deltafin.cli.chat import WORDS, Talk
+    from deltafin.cli.reading import keyboard, pipe
+
+    terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if terminal:
+        click.echo(f"Loading {model} ...", err=True)
+    talk = Talk(
+        load(model, options),
+        Sampler(**sampling(options)),
+        system=options["system"],
+        max_tokens=options["max_tokens"],
+        thinking=options["think"],
+        effort=options["effort"] or UNSET,
+        stats=options["stats"],
+        terminal=terminal,
+    )
+    if terminal:
+        read = keyboard(WORDS, talk.status, Path(click.get_app_dir("deltafin"), "history"))
+    else:
+        read = pipe(sys.stdin)
+    talk.loop(read)
+    if talk.failed and not terminal:
+        context.exit(1)
+
+
+@click.command()
+@click.argument("arguments", nargs=-1, metavar="[MODEL] [PROMPT or -]")
+@click.option("--raw", is_flag=True, help="Continue PROMPT as plain text, without the chat format.")
+@shared(TALKING, SAMPLING, LOADING)
+def run(arguments: tuple[str, ...], raw: bool, **options: Any) -> None:
+    """Answer PROMPT once; only the answer goes to stdout.
+
+    Without PROMPT, or with "-", the prompt is read from stdin, less one newline at its end. A single
+    argument is MODEL if it is "nano", an existing folder, or starts like a path (/, ./, ../ or ~); any other
+    is PROMPT, and nano answers it.
+    """
+    from deltafin import Sampler
+    from deltafin.chat import UNSET
+
+    name, prompt = model_and_prompt(arguments)
+    if raw and (unused := [word for word in ("system", "think", "effort", "stats") if options[word]]):
+        raise click.UsageError(f"--raw only continues a text: --{unused[0]} means nothing with it")
+    model, sampler = load(name, options), Sampler(**sampling(options))
+    terminal = sys.stdout.isatty()
+
+    def write(text: str) -> None:
+        click.echo(plain(text) if terminal else text, nl=False, color=True)
+
+    if raw:
+        for piece in model.stream(prompt, max_tokens=options["max_tokens"], **sampling(options)):
+            write(piece)
+        write("\n")
+        return
+    effort = options["effort"] or UNSET
+    conversation = model.session(options["system"], thinking=options["think"], effort=effort)
+    for piece in conversation.chat(prompt, sampler=sampler, max_tokens=options["max_tokens"]):
+        if piece.kind == "text":
+            write(piece)
+    write("\n")
+    if conversation.stats.finish_reason == "length":
+        click.echo(f"stopped at {options['max_tokens']} tokens; --max-tokens allows more", err=True)
+    if options["stats"]:
+        click.echo(report(conversation.stats), err=True)
+
+
+def model_and_prompt(arguments: tuple[str, ...]) -> tuple[str, str]:
+    """Tell MODEL from PROMPT, and read the prompt from stdin where it is not given."""
+    if len(arguments) > 2:
+        raise click.UsageError("too many arguments; quote a prompt of several words")
+    first = arguments[0] if arguments else ""
+    if len(arguments) == 2:
+        model, prompt = arguments
+    elif first == NANO or first.startswith(("/", "./", "../", "~")) or os.path.isdir(first):
+        model, prompt = first, "-"
+    else:
+        model, prompt = NANO, first or "-"
+    if prompt == "-":
+        if sys.stdin.isatty() and len(arguments) < 2:
+            raise click.UsageError("there is no PROMPT: give it as an argument or pipe it in")
+        try:
+            prompt = sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
+        except UnicodeDecodeError as error:
+            raise click.UsageError(f"the prompt on stdin is not UTF-8: {error}") from error
+    if not prompt:
+        raise click.UsageError("PROMPT is empty")
+    return model, prompt
+
+
+@click.command()
+@click.argument("model")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@shared(LOADING)
+def info(model: str, as_json: bool, **options: Any) -> None:
+    """Say what MODEL is and how it would run here."""
+    facts = load(model, options).info()
+    if as_json:
+        click.echo(json.dumps(facts, indent=2, ensure_ascii=False, default=str))
+    else:
+        click.echo(columns((name, readable(value)) for name, value in facts.items()))
+
+
+def readable(value: object) -> str:
+    """Write a value of ``info`` for people: thousands apart, lists by commas."""
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "-"}[value]
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {readable(item)}" for key, item in value.items()) or "-"
+    if isinstance(value, list | tuple | set | frozenset):
+        return ", ".join(str(item) for item in value) or "-"
+    return str(value)
+
+
+@click.command()
+@click.argument("model", required=False)
+@shared(LOADING)
+@click.pass_context
+def verify(context: click.Context, model: str | None, **options: Any) -> None:
+    """Hold every implementation of every operation against the float64 reference.
+
+    Given MODEL, also its decoding against its prefill, splits of a prompt, and saved states. Exit code 1 says
+    that a bound is broken.
+    """
+    from deltafin.verify import run as verify_all
+
+    with progress("verifying") as update:
+        loaded = load(model, options) if model else None
+        rows = verify_all(loaded, progress=lambda what: update(description=what))
+    header = ("operation", "implementation", "worst case", "absolute", "relative", "bound", "")
+    cells = [
+        (
+            *(row.op, row.implementation, row.case),
+            *(f"{number:.1e}" for number in (row.absolute, row.relative, row.bound)),
+            "ok" if row.ok else "BROKEN",
+        )
+        for row in rows
+    ]
+    click.echo(columns([header, *cells], right=(3, 4, 5)))
+    if broken := sum(not row.ok for row in rows):
+        click.echo(f"{broken} of {len(rows)} bounds are broken", err=True)
+        context.exit(1)
+
+
+@click.command("eval")
+@click.argument("model")
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option(
+    "--window",
+    metavar="N",
+    type=click.IntRange(min=2),
+    help="Cut documents into pieces of N tokens, each read afresh; by default documents stay whole.",
+)
+@shared(LOADING)
+def evaluate(model: str, file: Path, window: int | None, **options: Any) -> None:
+    """Measure how well MODEL predicts FILE: loss (nats a token), perplexity, bits per byte.
+
+    FILE is UTF-8 text, read as one document, or .jsonl with a document a line: {"text": ...} or
+    {"messages": [...]}, and perhaps a "kind" to be counted by. Messages also give the loss over the
+    assistant's tokens alone.
+    """
+    from deltafin.evaluate import evaluate, read_documents
+
+    documents = read_documents(file)
+    loaded = load(model, options)
+    with progress("evaluating") as update:
+        scores = evaluate(loaded, documents, window, lambda done, total: update(completed=done, total=total))
+    if not any(score.tokens for score in scores):
+        raise UsageError(f"{file} holds nothing to predict", "a document needs two tokens")
+    header = ("kind", "documents", "tokens", "loss", "perplexity", "bits/byte", "assistant loss")
+    cells = [
+        (
+            score.kind,
+            score.documents,
+            score.tokens,
+            f"{score.loss:.4f}",
+            f"{score.perplexity:.4g}",
+            f"{score.bits_per_byte:.4f}",
+            f"{score.assistant_loss:.4f}" if score.assistant_tokens else "-",
+        )
+        for score in scores
+    ]
+    click.echo(columns([header, *cells], right=range(1, 7)))
+
+
+@contextlib.contextmanager
+def progress(what: str) -> Iterator[Callable[..., None]]:
+    """Show a bar on stderr, if that is a terminal; yield what updates its description, completed and total."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        yield functools.partial(bar.update, bar.add_task(what, total=None))

@@ -1,0 +1,96 @@
+"""The options that commands share: each means the same everywhere."""
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+NANO = "nano"
+
+LOADING = [
+    click.option(
+        "--dtype",
+        type=click.Choice(["float32", "bfloat16", "float64"]),
+        default="float32",
+        show_default=True,
+        help="Type to compute in.",
+    ),
+    click.option(
+        "--threads",
+        metavar="N",
+        type=click.IntRange(min=1),
+        help="Processor threads; all cores by default.",
+    ),
+]
+
+SAMPLING = [
+    click.option(
+        "--temperature",
+        metavar="T",
+        type=click.FloatRange(min=0),
+        default=0.0,
+        show_default=True,
+        help="0 takes the likeliest token each time; higher is more varied.",
+    ),
+    click.option(
+        "--top-k",
+        metavar="K",
+        type=click.IntRange(min=0),
+        default=0,
+        help="Sample from the K likeliest tokens; 0: from all.",
+    ),
+    click.option(
+        "--top-p",
+        metavar="P",
+        type=click.FloatRange(0, 1, min_open=True),
+        default=1.0,
+        help="Sample from the likeliest tokens that together have probability P.",
+    ),
+    click.option(
+        "--min-p",
+        metavar="P",
+        type=click.FloatRange(0, 1),
+        default=0.0,
+        help="Drop tokens less likely than P times the likeliest one.",
+    ),
+    click.option(
+        "--repetition-penalty",
+        metavar="R",
+        type=click.FloatRange(min=0, min_open=True),
+        default=1.0,
+        help="Above 1 makes tokens that were used already less likely.",
+    ),
+    click.option("--seed", metavar="N", type=int, help="Sample the same way each time."),
+]
+
+TALKING = [
+    click.option(
+        "--max-tokens",
+        metavar="N",
+        type=click.IntRange(min=1),
+        default=512,
+        show_default=True,
+        help="End an answer after N tokens, thinking included.",
+    ),
+    click.option("--system", metavar="TEXT", help="System prompt."),
+    click.option("--think/--no-think", default=None, help="Let the model think before it answers."),
+    click.option("--effort", type=click.Choice(["low", "high", "max"]), help="How much to think."),
+    click.option("--stats", is_flag=True, help="Report tokens and speed on stderr after an answer."),
+]
+
+
+def shared(*groups: list[Callable[[Any], Any]]) -> Callable[[Any], Any]:
+    """Decorate a command with groups of options, listed in its help in this order."""
+
+    def decorate(command: Any) -> Any:
+        for option in reversed([option for group in groups for option in group]):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+def sampling(options: dict[str, Any]) -> dict[str, Any]:
+    """Pick the sampling options out of a command's options."""
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+    return {name: options[name] for name in names}

@@ -1,0 +1,360 @@
+"""The proof that users can run: every implementation of every operation, and a model, against float64.
+
+The truth of an operation is the plain torch form in float64 (for the delta rule: token by token). Cases are random
+and adversarial; every result is compared as a whole, with the state it leaves behind.
+"""
+
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from deltafin import ops
+from deltafin.config import Activation, SiLU, SiTU
+from deltafin.model.decoder import FEW, Decoder, forward
+from deltafin.ops import Expert, Ops, reference
+from deltafin.quant import MXFP4, pack_mxfp4
+from deltafin.session import Session
+
+Result = tuple[Tensor, ...]
+
+BOUNDS = {
+    # Largest error relative to the largest value of the result, and why it may be that large.
+    "float64": 1e-12,  # rounding of some hundred float64 operations
+    "float32": 1e-5,  # the same in float32, at 1e-7 each
+    "attention float32": 1e-4,  # a score of hundreds is off by 1e-7 of itself, its exponential by 1e-5 and more
+    "bfloat16": 2e-2,  # inputs and outputs keep 8 bits
+    "model float64": 1e-9,  # through every layer of a model
+    "model float32": 1e-3,  # float32 through every layer; near ties of the router may amplify it
+    "exact": 0.0,  # promised bit for bit
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: the worst case of one implementation of one operation."""
+
+    op: str
+    implementation: str
+    case: str
+    absolute: float
+    relative: float
+    bound: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether the bound holds; an error that is not a number breaks it."""
+        return self.relative <= self.bound
+
+
+class Verifiable(Protocol):
+    """What is needed of a model."""
+
+    decoder: Decoder
+    fingerprint: str
+
+    def in_dtype(self, dtype: torch.dtype) -> Decoder:
+        """Return the same weights with another type of activations."""
+        ...
+
+
+def run(model: Verifiable | None = None, progress: Callable[[str], None] | None = None) -> list[Row]:
+    """Check every operation, then ``model`` if there is one. ``progress`` is called with what comes next."""
+    rows = []
+    for op, name, implementation in implementations():
+        if progress:
+            progress(f"{op} {name}")
+        rows.append(check(op, name, implementation))
+    for name, check_model in MODEL_CHECKS.items() if model is not None else ():
+        if progress:
+            progress(name)
+        rows.append(check_model(model))
+    return rows
+
+
+def implementations() -> Iterator[tuple[str, str, Callable[..., Any]]]:
+    """List operation, name and function of every implementation there is, new backends included."""
+    forms = {
+        "delta_rule": {
+            "torch, by token": reference.delta_rule_recurrent,
+            "torch, by chunk": reference.delta_rule_chunkwise,
+        },
+        "attention": {
+            "torch, absorbed": reference.attention_absorbed,
+            "torch, expanded": reference.attention_expanded,
+        },
+    }
+    tables = [ops.load(name) for name in ops.BACKENDS]
+    for op in (f.name for f in fields(Ops) if f.name != "name"):
+        for name, form in forms.get(op, {"torch": getattr(ops.REFERENCE, op)}).items():
+            yield op, f"{name}, float64", form
+            yield op, f"{name}, float32", form
+        for table in tables:
+            if op in ops.overrides(table):
+                yield op, f"{table.name}, float32", getattr(table, op)
+
+
+def check(op: str, name: str, implementation: Callable[..., Any]) -> Row:
+    """Run one implementation on every case of its operation and return the worst."""
+    dtype = name.rpartition(", ")[2]
+    worst: Row | None = None
+    for case, arguments in cases(op):
+        given = [_cast(a, getattr(torch, dtype)) for a in arguments]
+        truth, exact = TRUTH.get(op, getattr(ops.REFERENCE, op)), [_cast(a, torch.float64) for a in given]
+        state = STATE.get(op, ())
+        errors = compare(result(implementation, given, state), result(truth, exact, state))
+        row = Row(op, name, case, *errors, BOUNDS.get(f"{op} {dtype}", BOUNDS[dtype]))
+        if worst is None or not row.relative <= worst.relative:
+            worst = row
+    assert worst is not None, f"{op} has no cases"
+    return worst
+
+
+TRUTH: dict[str, Callable[..., Any]] = {
+    "delta_rule": reference.delta_rule_recurrent,
+    "attention": reference.attention_expanded,
+}
+STATE = {"short_conv": (2,), "delta_rule": (5,)}
+"""Which arguments of an operation are state, and so part of its result."""
+
+
+def result(function: Callable[..., Any], arguments: list[Any], state: Sequence[int]) -> Result:
+    """Return everything a call answers, and the arguments that are ``state``; the ones given stay as they were."""
+    arguments = [a.clone() if isinstance(a, Tensor) else a for a in arguments]
+    out = function(*arguments)
+    return (*(out if isinstance(out, tuple) else (out,)), *(arguments[i] for i in state))
+
+
+def compare(got: Result, want: Result) -> tuple[float, float]:
+    """Return the largest difference, absolute and relative to the largest value wanted, over all tensors."""
+    absolute = relative = 0.0
+    for g, w in zip(got, want, strict=True):
+        if g.shape != w.shape:
+            raise ValueError(f"shape {tuple(g.shape)}, wanted {tuple(w.shape)}")
+        difference = (g.double() - w.double()).abs().max().item()
+        scale = w.double().abs().max().item()
+        if math.isnan(difference):
+            return math.nan, math.nan
+        absolute = max(absolute, difference)
+        relative = max(relative, difference / scale if scale else difference)
+    return absolute, relative
+
+
+def cases(op: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Yield name and float32 arguments of every case of an operation, the same each time."""
+    random = torch.Generator().manual_seed(len(op))
+    yield from CASES[op](random)
+
+
+def _normal(random: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=random)
+
+
+def _linear_cases(random: torch.Generator) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    for rows in (1, 3, 8, 9, 33):
+        x = _normal(random, 2, rows, 96)
+        yield f"{2 * rows} rows, float32", (x, _normal(random, 40, 96))
+        yield f"{2 * rows} rows, bfloat16", (x, _normal(random, 41, 96).bfloat16())
+        yield f"{2 * rows} rows, MXFP4", (x, pack_mxfp4(_normal(random, 43, 96)))
+    scales = torch.arange(0, 255, dtype=torch.uint8).view(85, 3)
+    small = MXFP4(torch.full((85, 48), 0x71, dtype=torch.uint8), scales.clamp(max=140))
+    yield "MXFP4, every scale from 2^-127", (_normal(random, 1, 96), small)
+    yield "cancelling sums", (torch.tensor([[1e6, 1.0, -1e6] * 32]), torch.ones(5, 96))
+
+
+def _rms_norm_cases(random: torch.Generator) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    for name, scale in (("ordinary", 1.0), ("large", 1e15), ("below epsilon", 1e-6)):
+        yield name, (scale * _normal(random, 2, 5, 64), _normal(random, 64), 1e-5)
+    yield "zeros", (torch.zeros(1, 1, 64), _normal(random, 64), 1e-5)
+
+
+def _short_conv_cases(random: torch.Generator) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    for tokens in (1, 2, 3, 7, 70):
+        tail = _normal(random, 2, 3, 24)
+        yield f"{tokens} tokens, state carried in", (_normal(random, 2, tokens, 24), _normal(random, 24, 4), tail)
+    yield "fresh", (_normal(random, 1, 5, 24), _normal(random, 24, 4), torch.zeros(1, 3, 24))
+
+
+def _delta_rule_cases(random: torch.Generator) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    def case(tokens: int, slow: float = 1e-3, fast: float = 1.0, groups: int = 1, per_channel: bool = True) -> Any:
+        batch, heads, key, value = 2, 2, 24, 16
+        gates = torch.rand(batch, tokens, heads * groups, key if per_channel else 1, generator=random)
+        g = -torch.exp(torch.log(torch.tensor(slow)) + gates * torch.log(torch.tensor(fast / slow)))
+        return [
+            _normal(random, batch, tokens, heads, key),
+            _normal(random, batch, tokens, heads, key),
+            _normal(random, batch, tokens, heads * groups, value),
+            g,
+            torch.rand(batch, tokens, heads * groups, generator=random),
+            _normal(random, batch, heads * groups, value, key),
+        ]
+
+    for tokens in (1, 2, 15, 16, 17, 63, 64, 65, 130):
+        yield f"{tokens} tokens, state carried in", tuple(case(tokens))
+    yield "decays down to -30 a step", tuple(case(137, 1e-4, 30.0))
+    yield "decays of exactly -30", tuple(case(70, 30.0, 30.0))
+    yield "no decay", tuple([*(a := case(137))[:3], torch.zeros_like(a[3]), *a[4:]])
+    for strength in (0.0, 1.0):
+        q, k, v, g, beta, S = case(100)
+        yield f"beta {strength:g}", (q, k, v, g, torch.full_like(beta, strength), S)
+    q, k, v, g, beta, S = case(100, 1e-4, 1e-3)
+    yield "one key repeated, beta 1", (q, k[:, :1].expand_as(k), v, g, torch.ones_like(beta), S)
+    sign = torch.ones(100).where(torch.arange(100) % 2 == 0, -1.0).view(1, 100, 1, 1)
+    yield "opposite keys, beta 1", (q, k[:, :1] * sign, v, g, torch.ones_like(beta), S)
+    yield "queries and keys below epsilon", (q * 1e-4, k * 1e-4, v, g, beta, S)
+    yield "zero keys", (q, torch.zeros_like(k), v, g, beta, S)
+    q, k, v, g, beta, S = case(90, 1e-4, 5.0)
+    g[:, ::2] = -30.0
+    g[:, 1::2] = -1e-4
+    yield "fast and slow in turn", (q, k, v, g, beta, S)
+    yield "gate per head, grouped value heads", tuple(case(70, groups=3, per_channel=False))
+    yield "gate per head, fast", tuple(case(137, 1e-4, 30.0, groups=2, per_channel=False))
+
+
+def _attention_cases(random: torch.Generator) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    heads, plain, common, value, rank = 3, 12, 6, 10, 20
+    for tokens, before in ((1, 0), (1, 1), (1, 200), (3, 5), (8, 64), (9, 0), (33, 31), (70, 0)):
+        yield f"{tokens} tokens after {before}", (
+            _normal(random, 1, tokens, heads, plain + common),
+            _normal(random, 1, before + tokens, rank),
+            _normal(random, 1, before + tokens, common),
+            _normal(random, heads * (plain + value), rank),
+            value,
+        )
+    q, latent, shared = _normal(random, 2, 5, heads, 18), _normal(random, 2, 9, rank), _normal(random, 2, 9, common)
+    up = _normal(random, heads * (plain + value), rank)
+    yield "scores of hundreds", (q * 100, latent, shared, up, value)
+    yield "equal scores", (q * 0, latent, shared, up.bfloat16(), value)
+
+
+def _route_cases(random: torch.Generator) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    for rows in (1, 8, 40):
+        x, gate = _normal(random, rows, 48), _normal(random, 32, 48) / 7
+        yield f"{rows} rows", (x, gate, _normal(random, 32) / 10, 4, True, 2.5)
+    yield "ties go to the lower index", (torch.zeros(3, 48), _normal(random, 32, 48), torch.zeros(32), 4, True, 1.0)
+    yield "all experts, not renormalised", (_normal(random, 5, 48), _normal(random, 8, 48), torch.zeros(8), 8, False, 1.0)
+    yield "scores near zero", (torch.ones(2, 48), torch.full((16, 48), -0.8), torch.arange(16.0), 4, True, 1.0)
+
+
+def _experts_cases(random: torch.Generator) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    dense = [Expert(*(_normal(random, *s) / 6 for s in ((32, 64), (32, 64), (64, 32)))) for _ in range(6)]
+    kinds: dict[str, tuple[Callable[[Tensor], Any], Activation]] = {
+        "bfloat16, SiLU": (Tensor.bfloat16, SiLU()),
+        "MXFP4, SiTU": (pack_mxfp4, SiTU()),
+    }
+    for name, (store, activation) in kinds.items():
+        stored = [Expert(*map(store, expert)) for expert in dense]
+        for rows in (1, 5, 8, 30):
+            ids = torch.stack([torch.randperm(6, generator=random)[:3].sort().values for _ in range(rows)])
+            weights = torch.rand(rows, 3, generator=random)
+            yield f"{rows} rows, {name}", (_normal(random, rows, 64), ids, weights, stored.__getitem__, activation)
+    x, ids = 100 * _normal(random, 4, 64), torch.tensor([[0, 5]] * 4)
+    yield "saturated", (x, ids, torch.ones(4, 2), dense.__getitem__, SiTU())
+
+
+def _mix_depth_cases(random: torch.Generator) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    for sources in (1, 2, 9):
+        yield f"{sources} sources", ([_normal(random, 2, 3, 32) for _ in range(sources)], _normal(random, 32), 1e-5)
+    unequal = [10.0**e * _normal(random, 1, 4, 32) for e in (-6, 0, 2)]
+    yield "sizes from 1e-6 to 1e2", (unequal, 3 * _normal(random, 32), 1e-5)
+
+
+CASES = {
+    "linear": _linear_cases,
+    "rms_norm": _rms_norm_cases,
+    "short_conv": _short_conv_cases,
+    "delta_rule": _delta_rule_cases,
+    "attention": _attention_cases,
+    "route": _route_cases,
+    "experts": _experts_cases,
+    "mix_depth": _mix_depth_cases,
+}
+
+
+def _cast(argument: Any, dtype: torch.dtype) -> Any:
+    """Cast what is float32; weights stored in other types stay as they are stored."""
+    if isinstance(argument, list):
+        return [_cast(a, dtype) for a in argument]
+    wanted = isinstance(argument, Tensor) and argument.dtype in (torch.float32, torch.float64)
+    return argument.to(dtype) if wanted else argument
+
+
+# A model -----------------------------------------------------------------------------------------------------------
+
+TOKENS = 90
+"""Length of the text that a model is checked on: more than a chunk, with a remainder."""
+
+
+def _text(decoder: Decoder) -> Tensor:
+    random = torch.Generator().manual_seed(1)
+    return torch.randint(0, decoder.config.vocab, (1, TOKENS), generator=random)
+
+
+def _in_pieces(decoder: Decoder, tokens: Tensor, pieces: list[int]) -> Result:
+    """Return the logits of every token and the final state, reading ``tokens`` in pieces of the given lengths."""
+    state = decoder.empty_state()
+    logits = [forward(decoder, state, piece, last=piece.shape[1]) for piece in tokens.split(pieces, 1)]
+    return (torch.cat(logits, 1), *(t for s in state for t in s.tensors().values()))
+
+
+def _check_decode(model: Verifiable) -> Row:
+    decoder = model.in_dtype(torch.float64)
+    tokens = _text(decoder)
+    errors = compare(_in_pieces(decoder, tokens, [1] * TOKENS), _in_pieces(decoder, tokens, [TOKENS]))
+    return Row("model", "float64", "token by token against at once", *errors, BOUNDS["model float64"])
+
+
+def _check_splits(model: Verifiable) -> Row:
+    decoder = model.in_dtype(torch.float64)
+    tokens = _text(decoder)
+    worst = Row("model", "float64", "", -1.0, -1.0, BOUNDS["model float64"])
+    whole = _in_pieces(decoder, tokens, [TOKENS])
+    for first in (1, 7, 15, 16, 63, 64, 65, 89):
+        errors = compare(_in_pieces(decoder, tokens, [first, TOKENS - first]), whole)
+        if not errors[1] <= worst.relative:
+            worst = replace(worst, case=f"split after {first}", absolute=errors[0], relative=errors[1])
+    return worst
+
+
+def _check_precision(model: Verifiable) -> Row:
+    tokens = _text(model.decoder)
+    got = _in_pieces(model.in_dtype(torch.float32), tokens, [TOKENS])[:1]
+    want = _in_pieces(model.in_dtype(torch.float64), tokens, [TOKENS])[:1]
+    return Row("model", "float32", "logits against float64", *compare(got, want), BOUNDS["model float32"])
+
+
+def _check_rows(model: Verifiable) -> Row:
+    tokens, few = _text(model.decoder), FEW
+    by_one = _in_pieces(model.decoder, tokens, [TOKENS - few, *[1] * few])
+    at_once = _in_pieces(model.decoder, tokens, [TOKENS - few, few])
+    case = f"{few} tokens at once, bit for bit"
+    return Row("model", _type(model), case, *compare(at_once, by_one), BOUNDS["exact"])
+
+
+def _check_saving(model: Verifiable) -> Row:
+    tokens = _text(model.decoder)[0].tolist()
+    session = Session(model)
+    session.feed(tokens[:70])
+    with tempfile.TemporaryDirectory() as folder:
+        session.save(Path(folder) / "session")
+        restored = Session.load(model, Path(folder) / "session")
+    errors = compare((restored.feed(tokens[70:]),), (session.feed(tokens[70:]),))
+    return Row("model", _type(model), "saved and loaded, bit for bit", *errors, BOUNDS["exact"])
+
+
+def _type(model: Verifiable) -> str:
+    return str(model.decoder.dtype).removeprefix("torch.")
+
+
+MODEL_CHECKS: dict[str, Callable[[Verifiable], Row]] = {
+    "model: decode against prefill": _check_decode,
+    "model: any split": _check_splits,
+    "model: float32 against float64": _check_precision,
+    "model: several rows against one": _check_rows,
+    "model: save and load": _check_saving,
+}

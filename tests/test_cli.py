@@ -1,0 +1,403 @@
+"""The commands: what they print where, their exit codes, and that every option does what it says."""
+
+import io
+import json
+import subprocess
+import sys
+from functools import cache
+from types import SimpleNamespace
+
+import pytest
+from click.testing import CliRunner
+
+import deltafin
+from deltafin import api, evaluate, verify
+from deltafin.chat import Piece
+from deltafin.cli import commands, main
+from deltafin.errors import CheckpointError
+
+
+def invoke(*arguments, stdin=None):
+    """Run ``deltafin`` with these arguments."""
+    return CliRunner().invoke(main, [str(argument) for argument in arguments], input=stdin)
+
+
+class FakeModel:
+    """A model that remembers how it was asked; its reply comes in pieces."""
+
+    chat_format, name, tokens, messages = None, "toy", [], []
+
+    def __init__(self):
+        self.asked = {}
+        self.reply = [Piece("hm", "thinking"), Piece("An ", "text"), Piece("answer", "text")]
+        self.stats = SimpleNamespace(
+            prompt_tokens=12,
+            reused_tokens=0,
+            prompt_seconds=0.5,
+            generated_tokens=3,
+            generate_seconds=0.5,
+            finish_reason="stop",
+        )
+
+    def session(self, system=None, **options):
+        self.asked |= {"system": system, **options}
+        return self
+
+    def chat(self, text, *, sampler, max_tokens, **options):
+        self.asked |= {"text": text, "sampler": sampler, "max_tokens": max_tokens}
+        for piece in self.reply:
+            if isinstance(piece, BaseException):
+                raise piece
+            yield piece
+
+    def stream(self, text, **options):
+        self.asked |= {"raw": text, **options}
+        yield from ("and ", "so on")
+
+    def info(self):
+        return {"name": "toy", "parameters": 1234567, "stop ids": [1, 2], "tied": False, "experts": None}
+
+
+@pytest.fixture
+def model(monkeypatch):
+    """Return the model that every name leads to."""
+    result = FakeModel()
+
+    def load(name, **options):
+        result.asked |= {"model": name, **options}
+        return result
+
+    monkeypatch.setattr(deltafin, "load", load, raising=False)
+    return result
+
+
+@pytest.fixture
+def nano(monkeypatch):
+    """Load the embedded model once for all tests."""
+    monkeypatch.setattr(deltafin, "load", lambda *given, **options: _load(), raising=False)
+
+
+_load = cache(api.load)
+
+
+# ------------------------------------------------------------------ the group
+
+
+def test_help_names_every_command():
+    result = invoke("--help")
+    assert result.exit_code == 0
+    assert [*main.commands] == ["chat", "run", "info", "verify", "eval"]
+    assert all(f"  {name} " in result.output for name in main.commands)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["--version"], ["walk"]])
+def test_nothing_heavy_is_imported_before_it_is_needed(arguments):
+    code = f"""
+import sys
+from deltafin.cli import commands, main
+try:
+    main({arguments})
+except SystemExit:
+    heavy = {{"torch", "numpy", "numba", "rich", "prompt_toolkit", "tiktoken", "safetensors"}}
+    print("imported:", *heavy & set(sys.modules))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, encoding="utf-8")
+    assert done.stdout.splitlines()[-1] == "imported:"
+
+
+def test_version():
+    assert invoke("--version").output == f"deltafin {deltafin.__version__}\n"
+
+
+def test_usage_mistakes_exit_with_2():
+    for arguments in (["walk"], ["run", "--top-p", "2", "x"], ["info"], ["eval", "nano", "/no/such/file"]):
+        result = invoke(*arguments)
+        assert result.exit_code == 2
+        assert result.stdout == ""
+        assert "Error: " in result.stderr
+
+
+def test_a_users_mistake_is_a_message_and_exits_with_1(model):
+    model.reply = [CheckpointError("shard 2 is\x1b[31m cut", "fetch it again")]
+    result = invoke("run", "hi")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr == "error: shard 2 is[31m cut\nhint: fetch it again\n"
+
+
+def test_ctrl_c_exits_with_130(model):
+    model.reply = [Piece("An", "text"), KeyboardInterrupt()]
+    result = invoke("run", "hi")
+    assert (result.exit_code, result.stdout, result.stderr) == (130, "An", "")
+
+
+def test_our_mistakes_keep_their_traceback(model):
+    model.reply = [ZeroDivisionError()]
+    assert isinstance(invoke("run", "hi").exception, ZeroDivisionError)
+
+
+def test_a_closed_pipe_is_quiet(model, monkeypatch):
+    model.reply = [BrokenPipeError(32, "Broken pipe")]
+    result = invoke("run", "hi")
+    assert (result.exit_code, result.output) == (1, "")
+
+
+def test_pipes_are_utf8_in_every_locale():
+    code = r"""
+import click
+from deltafin.cli import commands, main
+main.command("say")(lambda: click.echo("\u6f22" + input()))
+main(["say"])
+"""
+    done = subprocess.run(
+        [sys.executable, "-X", "utf8=0", "-c", code],
+        env={"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"},
+        input="é\n".encode(),
+        capture_output=True,
+        check=True,
+    )
+    assert done.stdout.decode("utf-8").strip() == "漢é"
+
+
+# ------------------------------------------------------------------ shared options
+
+
+@pytest.mark.parametrize("command", [["run", "nano", "hi"], ["chat"], ["info", "nano"]])
+def test_loading_options_reach_the_model(model, command):
+    assert invoke(*command, "--dtype", "bfloat16", "--threads", "3", stdin="").exit_code == 0
+    assert (model.asked["model"], model.asked["dtype"], model.asked["threads"]) == ("nano", "bfloat16", 3)
+    assert invoke(*command, stdin="").exit_code == 0
+    assert (model.asked["dtype"], model.asked["threads"]) == ("float32", None)
+
+
+SAMPLING = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2, "seed": 4}
+
+
+@pytest.mark.parametrize("command", ["run", "chat"])
+def test_talking_and_sampling_options_reach_the_conversation(model, command):
+    options = [part for name, value in SAMPLING.items() for part in (f"--{name.replace('_', '-')}", value)]
+    options += ["--max-tokens", 9, "--system", "be kind", "--no-think", "--effort", "low"]
+    result = invoke(command, *options, stdin="hi\n")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "An answer\n", "")
+    assert model.asked["sampler"] == deltafin.Sampler(**SAMPLING)
+    expected = {"text": "hi", "max_tokens": 9, "system": "be kind", "thinking": False, "effort": "low"}
+    assert expected.items() <= model.asked.items()
+    invoke(command, "--think", stdin="hi\n")
+    assert (model.asked["thinking"], model.asked["sampler"]) == (True, deltafin.Sampler())
+
+
+@pytest.mark.parametrize("command", ["run", "chat"])
+def test_stats_go_to_stderr(model, command):
+    result = invoke(command, "--stats", stdin="hi\n")
+    assert result.stdout == "An answer\n"
+    assert result.stderr == "3 tokens, 4.0 tokens/s, prompt 12 tokens (0 reused), 1.00 s\n"
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        ["--dtype", "int3"],
+        ["--threads", "0"],
+        ["--temperature", "-1"],
+        ["--temperature", "nan"],
+        ["--top-k", "-1"],
+        ["--top-p", "0"],
+        ["--min-p", "1.1"],
+        ["--repetition-penalty", "0"],
+        ["--max-tokens", "0"],
+        ["--effort", "some"],
+        ["--seed", "x"],
+    ],
+)
+def test_values_that_cannot_work_are_refused(model, option):
+    assert invoke("run", "hi", *option).exit_code in (1, 2)
+    assert "text" not in model.asked
+
+
+# ------------------------------------------------------------------ run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "name", "prompt"),
+    [
+        (["hello"], None, "nano", "hello"),
+        (["nano", "hello"], None, "nano", "hello"),
+        (["."], "hello\n", ".", "hello"),
+        (["./nowhere"], "hello", "./nowhere", "hello"),
+        (["~/model", "-"], "one\ntwo\n\n", "~/model", "one\ntwo\n"),
+        (["-"], "hello\n", "nano", "hello"),
+        ([], "hello\n", "nano", "hello"),
+        (["nano"], "é 漢", "nano", "é 漢"),
+        (["long " * 2000], None, "nano", "long " * 2000),
+        (["model", "nano"], None, "model", "nano"),
+    ],
+)
+def test_model_and_prompt_are_told_apart(model, arguments, stdin, name, prompt):
+    result = invoke("run", *arguments, stdin=stdin)
+    assert (result.exit_code, result.stdout) == (0, "An answer\n")
+    assert (model.asked["model"], model.asked["text"]) == (name, prompt)
+
+
+@pytest.mark.parametrize("stdin", ["", "\n", b"\xff"])
+def test_run_needs_a_prompt(model, stdin):
+    result = invoke("run", stdin=stdin)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "model" not in model.asked
+    assert invoke("run", "a", "b", "c").exit_code == 2
+
+
+def test_run_does_not_wait_for_a_person_to_type(model, monkeypatch):
+    monkeypatch.setattr(
+        "deltafin.cli.commands.sys", SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True))
+    )
+    result = invoke("run", "nano")
+    assert result.exit_code == 2
+    assert "there is no PROMPT" in result.stderr
+
+
+def test_run_says_when_an_answer_was_cut(model):
+    model.stats.finish_reason = "length"
+    assert "512 tokens" in invoke("run", "hi").stderr
+
+
+def test_an_answer_keeps_its_bytes_in_a_pipe_and_cannot_steer_a_terminal(model, monkeypatch):
+    model.reply = [Piece("a\x1b[2Jb", "text")]
+    assert invoke("run", "hi").stdout == "a\x1b[2Jb\n"
+    shown = io.StringIO()
+    shown.isatty = lambda: True
+    monkeypatch.setattr("sys.stdout", shown)
+    main(["run", "hi"], standalone_mode=False)
+    assert shown.getvalue() == "a[2Jb\n"
+
+
+def test_raw_continues_the_text(model):
+    result = invoke("run", "--raw", "Once ", "--max-tokens", "5", "--seed", "3")
+    assert (result.exit_code, result.stdout) == (0, "and so on\n")
+    assert (model.asked["raw"], model.asked["max_tokens"], model.asked["seed"]) == ("Once ", 5, 3)
+
+
+@pytest.mark.parametrize("option", [["--system", "x"], ["--think"], ["--effort", "low"], ["--stats"]])
+def test_raw_refuses_what_belongs_to_a_chat(model, option):
+    assert invoke("run", "--raw", "hi", *option).exit_code == 2
+
+
+# ------------------------------------------------------------------ info, chat
+
+
+def test_info(model):
+    assert invoke("info", "toy").stdout == (
+        "name        toy\nparameters  1,234,567\nstop ids    1, 2\ntied        no\nexperts     -\n"
+    )
+    assert json.loads(invoke("info", "toy", "--json").stdout) == model.info()
+
+
+def test_chat_in_a_pipe(model):
+    result = invoke("chat", stdin="hi\n\n/nonsense\nagain\n")
+    assert (result.exit_code, result.stdout) == (1, "An answer\nAn answer\n")
+    assert result.stderr.startswith("error: ")
+    assert invoke("chat", stdin="hi").exit_code == 0
+
+
+# ------------------------------------------------------------------ eval, verify
+
+MESSAGES = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
+
+
+def write_rows(path, *rows):
+    """Write rows of JSON."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def test_eval_prints_a_row_a_kind(nano, tmp_path):
+    story = {"text": "Once upon a time", "kind": "story"}
+    path = write_rows(tmp_path / "rows.jsonl", story, {"messages": MESSAGES})
+    result = invoke("eval", "nano", path)
+    assert (result.exit_code, result.stderr) == (0, "")
+    header, *rows = result.stdout.splitlines()
+    assert header == "kind   documents  tokens    loss  perplexity  bits/byte  assistant loss"
+    cells = {row.split()[0]: row.split()[1:] for row in rows}
+    assert [*cells] == ["story", "chat", "all"]
+    assert [cells[kind][0] for kind in cells] == ["1", "1", "2"]
+    documents = evaluate.read_documents(path)
+    score = evaluate.evaluate(_load(), documents)[1]
+    expected = (score.loss, score.perplexity, score.bits_per_byte, score.assistant_loss)
+    assert [float(cell) for cell in cells["chat"][2:]] == pytest.approx(expected, rel=1e-3)
+    assert cells["story"][-1] == "-"
+
+
+def test_eval_cuts_documents_into_windows(nano, tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("Once upon a time there was a dog.", encoding="utf-8")
+    whole, cut = (invoke("eval", "nano", path, *option).stdout for option in ([], ["--window", "3"]))
+    assert int(whole.splitlines()[1].split()[2]) > int(cut.splitlines()[1].split()[2]) > 0
+    assert invoke("eval", "nano", path, "--window", "1").exit_code == 2
+
+
+@pytest.mark.parametrize("content", ["", "[1]\n", '{"text": "a"', '{"text": "a"}'])
+def test_eval_refuses_what_it_cannot_predict(nano, tmp_path, content):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(content, encoding="utf-8")
+    result = invoke("eval", "nano", path)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith("error: ")
+    assert str(path) in result.stderr
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_verify_prints_a_table_and_fails_when_a_bound_is_broken(model, monkeypatch, broken):
+    given = []
+
+    def run(loaded, progress):
+        given.append(loaded)
+        progress("linear torch")
+        error = 0.5 if broken else 1e-7
+        return [
+            verify.Row("linear", "torch", "odd", 0.25, error, 1e-5),
+            verify.Row("mix", "torch", "", 0, 0, 0),
+        ]
+
+    monkeypatch.setattr(verify, "run", run)
+    result = invoke("verify")
+    header, first, second = result.stdout.splitlines()
+    assert header.split() == ["operation", "implementation", "worst", "case", "absolute", "relative", "bound"]
+    verdict = ["5.0e-01", "1.0e-05", "BROKEN"] if broken else ["1.0e-07", "1.0e-05", "ok"]
+    assert first.split() == ["linear", "torch", "odd", "2.5e-01", *verdict]
+    assert second.split()[-1] == "ok"
+    assert result.exit_code == broken
+    assert ("1 of 2 bounds are broken" in result.stderr) == broken
+    invoke("verify", "toy", "--dtype", "float64")
+    assert given == [None, model]
+    assert model.asked["dtype"] == "float64"
+
+
+def test_progress_is_a_bar_on_a_terminal_alone(monkeypatch, capsys):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    with commands.progress("evaluating") as update:
+        update(completed=3, total=4)
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with commands.progress("evaluating") as update:
+        update(completed=3, total=4)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "evaluating" in err
+
+
+# ------------------------------------------------------------------ the embedded model
+
+
+def test_run_and_chat_with_the_embedded_model(nano):
+    answers = {
+        invoke("run", "What is 2 + 3?", "--no-think", "--max-tokens", 6).stdout,
+        invoke("chat", "--no-think", "--max-tokens", 6, stdin="What is 2 + 3?\n").stdout,
+        _load().generate([{"role": "user", "content": "What is 2 + 3?"}], max_tokens=6, thinking=False)
+        + "\n",
+    }
+    assert len(answers) == 1
+    assert answers.pop().strip()
+
+
+def test_raw_text_is_continued_by_the_embedded_model(nano):
+    assert invoke("run", "--raw", "Once upon a", "--max-tokens", 3).stdout == (
+        _load().generate("Once upon a", max_tokens=3) + "\n"
+    )
