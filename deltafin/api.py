@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deltafin import ops
 from deltafin.chat import UNSET, ChatFormat, Piece, chat_format
-from deltafin.config import KDA, MoE, ModelConfig
+from deltafin.config import KDA, ModelConfig, MoE
 from deltafin.errors import ChatError, UsageError
 from deltafin.executor import assemble
 from deltafin.model.decoder import Decoder, forward
@@ -100,7 +100,9 @@ class Model:
             "context": self.config.context,
         }
         if moe:
-            about["experts"] = f"{moe.experts} a layer, {moe.chosen} chosen, {'a' if moe.shared_width else 'no'} shared one"
+            about["experts"] = (
+                f"{moe.experts} a layer, {moe.chosen} chosen, {'a' if moe.shared_width else 'no'} shared one"
+            )
             about["expert bytes"] = totals["expert bytes"]
         return about | {
             "activations": str(self.decoder.dtype).removeprefix("torch."),
@@ -139,13 +141,13 @@ class Model:
         thinking: bool | None = None,
         effort: str | None = UNSET,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        stop: Collection[str] = (),
+        stop: str | Collection[str] = (),
     ) -> Iterator[str]:
         """Yield the model's answer as it comes, in pieces of whole characters.
 
         A string is continued as it is. A list of messages is answered in the model's chat format; ``thinking``,
-        ``effort`` and ``tools`` belong to that (None: the format's default). ``stop`` are texts that end the answer
-        and are not part of it; ``max_tokens`` counts thinking too. Sampling: see ``Sampler``.
+        ``effort`` and ``tools`` belong to that (None: the format's default). ``stop`` is a text, or several, that ends
+        the answer and is not part of it; ``max_tokens`` counts thinking too. Sampling: see ``Sampler``.
         """
         sampler = Sampler(temperature, top_k, top_p, min_p, repetition_penalty, seed)
         if isinstance(prompt, str):
@@ -155,7 +157,7 @@ class Model:
         else:
             talk = Conversation(self, prompt, tools=tools, thinking=thinking, effort=effort)
             pieces = (p for p in talk.chat(None, sampler=sampler, max_tokens=max_tokens) if p.kind == "text")
-        yield from _until(pieces, stop)
+        yield from _until(pieces, [stop] if isinstance(stop, str) else stop)
 
     def chat(self, messages: Sequence[Message], **options: Any) -> dict[str, Any]:
         """Return the whole answer as a message: role, content, reasoning_content, tool_calls, finish_reason.
@@ -240,14 +242,12 @@ class Conversation(Session):
         """
         if message is not None:
             self.messages.append({"role": "user", "content": message} if isinstance(message, str) else dict(message))
-        form = self.model.chat_format
-        think = self.thinking if thinking is None else thinking
-        think = form.default_thinking if think is None else think
+        form, think = self.model.chat_format, self._thinks(thinking)
         prompt = self._prompt(think, self.messages)
         self.stats, began, read = Stats(len(prompt)), time.perf_counter(), self.tokens_read
-        # Stopping here first leaves a checkpoint before the newest message, so that it can be edited or asked again.
+        # Stopping here first leaves a checkpoint before the newest message, so that it can be edited.
         before = self._prompt(think, self.messages[:-1], generate=False)
-        if 0 < len(before) < len(prompt) and before == prompt[: len(before)]:
+        if self.reusable(prompt) < len(before) < len(prompt) and before == prompt[: len(before)]:
             self.sync(before)
         self.sync(prompt)
         self.stats.prompt_seconds = time.perf_counter() - began
@@ -274,14 +274,22 @@ class Conversation(Session):
         return "".join(piece for piece in self.chat(message, **options) if piece.kind == "text")
 
     def reset(self) -> None:
-        """Forget everything but the system prompt."""
+        """Forget everything but the system prompt, which need not be read again."""
         self.messages = [m for m in self.messages[:1] if m["role"] == "system"]
+        kept = self.reusable(self._prompt(self._thinks(), self.messages, generate=False))
+        if self._read > kept:
+            self._return(kept)
+        self.tokens = self.tokens[:kept]
 
     def fork(self) -> Self:
         """Return an independent conversation that goes on from here."""
         twin = super().fork()
         twin.messages = [dict(m) for m in self.messages]
         return twin
+
+    def _thinks(self, thinking: bool | None = None) -> bool:
+        chosen = self.thinking if thinking is None else thinking
+        return self.model.chat_format.default_thinking if chosen is None else chosen
 
     def _prompt(self, thinking: bool, messages: Sequence[Message], generate: bool = True) -> list[int]:
         form = self.model.chat_format
@@ -302,9 +310,9 @@ def _until(pieces: Iterator[str], stop: Collection[str]) -> Iterator[str]:
     held = ""
     for piece in pieces:
         held += piece
-        found = [at for s in stop if (at := held.find(s)) >= 0]
+        found = [(at + len(s), at) for s in stop if (at := held.find(s)) >= 0]
         if found:
-            yield held[: min(found)]
+            yield held[: min(found)[1]]  # of the text that is complete first, however the pieces were cut
             return
         keep = max((n for s in stop for n in range(1, len(s)) if held.endswith(s[:n])), default=0)
         if len(held) > keep:

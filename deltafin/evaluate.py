@@ -97,8 +97,10 @@ def evaluate(
     """Return a score per kind, then one of everything when there are several kinds.
 
     Every token but a document's first is predicted from all before it; with ``window`` a document is cut into pieces
-    of that many tokens, each predicted on its own. ``progress`` is called with tokens done and tokens in all.
+    of that many tokens (2 or more), each predicted on its own. ``progress`` is called with tokens done and tokens in all.
     """
+    if window is not None and window < 2:
+        raise UsageError(f"a window of {window} tokens predicts nothing", "use 2 or more")
     prepared = [(d, *_tokens(model, d)) for d in documents]
     total, done = sum(len(ids) for _, ids, _ in prepared), 0
     scores: dict[str, Score] = {}

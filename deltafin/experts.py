@@ -8,7 +8,6 @@ from torch import Tensor
 from deltafin.config import Activation
 from deltafin.ops import Expert, Ops
 
-
 REMEMBERED = 256
 """Experts of a layer whose views are kept at hand; a view is some hundred bytes, the weights stay in the file."""
 
@@ -19,8 +18,6 @@ class MappedExperts:
     def __init__(self, read: Callable[[int], Expert]) -> None:
         self.read = lru_cache(REMEMBERED)(read)
 
-    def __call__(
-        self, x_NM: Tensor, ids_NE: Tensor, weight_NE: Tensor, activation: Activation, ops: Ops
-    ) -> Tensor:
+    def __call__(self, x_NM: Tensor, ids_NE: Tensor, weight_NE: Tensor, activation: Activation, ops: Ops) -> Tensor:
         """Return the weighted sum over each row's experts, NM."""
         return ops.experts(x_NM, ids_NE, weight_NE, self.read, activation)

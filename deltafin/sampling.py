@@ -32,6 +32,7 @@ class Sampler:
             "top_k": (self.top_k >= 0, "0 or more"),
             "top_p": (0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
             "min_p": (0.0 <= self.min_p <= 1.0, "from 0 to 1"),
+            "seed": (self.seed is None or -(2**63) <= self.seed < 2**64, "from -2^63 to 2^64 - 1"),
             "repetition_penalty": (0.0 < self.repetition_penalty < float("inf"), "above 0"),
         }
         for name, (ok, range_) in bounds.items():
@@ -65,7 +66,8 @@ class Sampler:
 
     def probabilities(self, logits_Z: Tensor) -> Tensor:
         """Return what is drawn from at a temperature above 0: float32 [Z], zero for tokens that are out."""
-        logits = (logits_Z.double() / self.temperature).log_softmax(0)  # double: tiny temperatures stay finite
+        logits = logits_Z.double()
+        logits = ((logits - logits.max()) / self.temperature).log_softmax(0)  # at most 0, at any temperature
         ordered, ids = logits.sort(descending=True, stable=True)
         p = ordered.exp()
         keep = torch.ones_like(p, dtype=torch.bool)

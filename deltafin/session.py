@@ -90,15 +90,23 @@ class Session:
         Where the timeline says something else, the session goes back to the latest checkpoint before that place, or
         starts again if there is none.
         """
-        tokens = list(tokens)
-        if self.tokens != tokens[: len(self.tokens)]:
-            same = _common(self.tokens, tokens)
+        tokens = [int(t) for t in tokens]
+        same = _common(self.tokens, tokens)
+        if same < len(self.tokens):
             if self._read > same:
                 self._return(same)
             self.tokens = tokens[:same]
-        elif self._read:
+        elif self.tokens:
+            self.logits()
             self.checkpoint()
-        return self.feed(tokens[len(self.tokens) :])
+        return self.feed(tokens[same:])
+
+    def reusable(self, tokens: Sequence[int]) -> int:
+        """Return how many leading tokens of ``tokens`` would not be read again by ``sync``."""
+        same = _common(self.tokens, tokens)
+        if self._read <= same:
+            return self._read
+        return max((c.length for c in self._checkpoints if c.length <= same), default=0)
 
     def checkpoint(self) -> None:
         """Keep a copy of the state as it is, to come back to; a state that is not finite is refused."""
@@ -114,6 +122,8 @@ class Session:
         The stop token is part of the timeline and is yielded. Closing the iterator early leaves a timeline of what was
         yielded.
         """
+        if limit < 0:
+            raise UsageError(f"a limit of {limit} tokens cannot be kept", "give 0 or more")
         chance = sampler.generator()
         logits = self.logits()
         self.checkpoint()
@@ -161,7 +171,7 @@ class Session:
         if about.get("format") != FORMAT:
             raise SessionError(f"{path} has session format {about.get('format')}, this deltafin reads {FORMAT}")
         if about["model"] != model.fingerprint:
-            raise SessionError(f"{path} was saved with another model", "state means nothing to a model that did not make it")
+            raise SessionError(f"{path} was saved with another model", "only the model that made it can go on")
         try:
             session._restore(about, saved)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
@@ -175,9 +185,12 @@ class Session:
 
     def _restore(self, about: dict[str, Any], saved: dict[str, Tensor]) -> None:
         self.tokens, self._read = saved["tokens"].tolist(), int(about["read"])
-        self._logits = saved.get("logits")
         if not 0 <= self._read <= len(self.tokens):
             raise ValueError(f"{self._read} tokens read of {len(self.tokens)}")
+        if self._read:
+            self._logits = logits = saved["logits"]
+            if logits.shape != (self.model.decoder.config.vocab,) or not bool(torch.isfinite(logits).all()):
+                raise ValueError("the logits are not a finite number for every token")
         for i, state in enumerate(self._state):
             state.restore({name: saved[f"layers.{i}.{name}"] for name in state.tensors()}, self._read)
 
@@ -194,14 +207,18 @@ class Session:
         self._logits = logits
 
     def _return(self, length: int) -> None:
-        """Go back to the latest checkpoint of at most ``length`` tokens, or to the start."""
-        self._checkpoints = [c for c in self._checkpoints if c.length <= length]
-        if self._checkpoints:
-            last = self._checkpoints[-1]
+        """Go back to the latest checkpoint of at most ``length`` tokens, or to the start.
+
+        A checkpoint that is not finite is refused and dropped; the session then stands at the start.
+        """
+        kept = [c for c in self._checkpoints if c.length <= length]
+        self._checkpoints = kept[:-1]
+        self._read, self._state, self._logits = 0, self.model.decoder.empty_state(), None
+        if kept:
+            last = kept[-1]
             check_state(last.state)
             self._read, self._state, self._logits = last.length, copy.deepcopy(last.state), last.logits
-        else:
-            self._read, self._state, self._logits = 0, self.model.decoder.empty_state(), None
+            self._checkpoints = kept
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:

@@ -51,9 +51,7 @@ class Tokenizer:
     ``stop_ids`` are the ids after which a reply is over.
     """
 
-    def __init__(
-        self, ranks: Mapping[bytes, int], special: Mapping[str, int], stop_ids: Iterable[int] = ()
-    ) -> None:
+    def __init__(self, ranks: Mapping[bytes, int], special: Mapping[str, int], stop_ids: Iterable[int] = ()) -> None:
         """Build from ranks 0 to n-1 (all 256 single bytes among them) and special ids from n on."""
         self.size = len(ranks) + len(special)
         self.special = dict(special)
@@ -202,14 +200,10 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
         ranks[token], line_of[rank] = rank, number
     for rank, number in line_of.items():
         if not 0 <= rank < len(ranks):
-            raise _damaged(
-                path, f"line {number} has rank {rank}, but there are {len(ranks)} ranks, counted from 0"
-            )
+            raise _damaged(path, f"line {number} has rank {rank}, but there are {len(ranks)} ranks, counted from 0")
     absent = [i for i in range(256) if bytes([i]) not in ranks]
     if absent:
-        raise _damaged(
-            path, f"it lacks {len(absent)} of the 256 single bytes, the first is 0x{absent[0]:02x}"
-        )
+        raise _damaged(path, f"it lacks {len(absent)} of the 256 single bytes, the first is 0x{absent[0]:02x}")
     return ranks
 
 
@@ -228,9 +222,7 @@ def _read_special(path: Path, first: int) -> dict[int, str]:
         if not (key.isascii() and key.isdigit() and isinstance(name, str) and name):
             raise TokenizerError(f"{path}: the special token {key!r} needs a numeric id and a content")
         if int(key) < first:
-            raise TokenizerError(
-                f"{path}: the special token {name!r} has id {key}, which is one of the {first} ranks"
-            )
+            raise TokenizerError(f"{path}: the special token {name!r} has id {key}, which is one of the {first} ranks")
         names[int(key)] = name
     return names
 

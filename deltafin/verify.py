@@ -219,12 +219,15 @@ def _delta_rule_cases(random: torch.Generator) -> Iterator[tuple[str, tuple[Any,
 def _attention_cases(random: torch.Generator) -> Iterator[tuple[str, tuple[Any, ...]]]:
     heads, plain, common, value, rank = 3, 12, 6, 10, 20
     for tokens, before in ((1, 0), (1, 1), (1, 200), (3, 5), (8, 64), (9, 0), (33, 31), (70, 0)):
-        yield f"{tokens} tokens after {before}", (
-            _normal(random, 1, tokens, heads, plain + common),
-            _normal(random, 1, before + tokens, rank),
-            _normal(random, 1, before + tokens, common),
-            _normal(random, heads * (plain + value), rank),
-            value,
+        yield (
+            f"{tokens} tokens after {before}",
+            (
+                _normal(random, 1, tokens, heads, plain + common),
+                _normal(random, 1, before + tokens, rank),
+                _normal(random, 1, before + tokens, common),
+                _normal(random, heads * (plain + value), rank),
+                value,
+            ),
         )
     q, latent, shared = _normal(random, 2, 5, heads, 18), _normal(random, 2, 9, rank), _normal(random, 2, 9, common)
     up = _normal(random, heads * (plain + value), rank)
@@ -237,7 +240,10 @@ def _route_cases(random: torch.Generator) -> Iterator[tuple[str, tuple[Any, ...]
         x, gate = _normal(random, rows, 48), _normal(random, 32, 48) / 7
         yield f"{rows} rows", (x, gate, _normal(random, 32) / 10, 4, True, 2.5)
     yield "ties go to the lower index", (torch.zeros(3, 48), _normal(random, 32, 48), torch.zeros(32), 4, True, 1.0)
-    yield "all experts, not renormalised", (_normal(random, 5, 48), _normal(random, 8, 48), torch.zeros(8), 8, False, 1.0)
+    yield (
+        "all experts, not renormalised",
+        (_normal(random, 5, 48), _normal(random, 8, 48), torch.zeros(8), 8, False, 1.0),
+    )
     yield "scores near zero", (torch.ones(2, 48), torch.full((16, 48), -0.8), torch.arange(16.0), 4, True, 1.0)
 
 

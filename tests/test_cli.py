@@ -246,9 +246,7 @@ def test_run_needs_a_prompt(model, stdin):
 
 
 def test_run_does_not_wait_for_a_person_to_type(model, monkeypatch):
-    monkeypatch.setattr(
-        "deltafin.cli.commands.sys", SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True))
-    )
+    monkeypatch.setattr("deltafin.cli.commands.sys", SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True)))
     result = invoke("run", "nano")
     assert result.exit_code == 2
     assert "there is no PROMPT" in result.stderr
@@ -390,8 +388,7 @@ def test_run_and_chat_with_the_embedded_model(nano):
     answers = {
         invoke("run", "What is 2 + 3?", "--no-think", "--max-tokens", 6).stdout,
         invoke("chat", "--no-think", "--max-tokens", 6, stdin="What is 2 + 3?\n").stdout,
-        _load().generate([{"role": "user", "content": "What is 2 + 3?"}], max_tokens=6, thinking=False)
-        + "\n",
+        _load().generate([{"role": "user", "content": "What is 2 + 3?"}], max_tokens=6, thinking=False) + "\n",
     }
     assert len(answers) == 1
     assert answers.pop().strip()

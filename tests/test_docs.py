@@ -109,9 +109,7 @@ def tracked(pattern: str = "*") -> list[Path]:
     return [path for path in map(ROOT.joinpath, filter(None, listed.split("\0"))) if path.is_file()]
 
 
-ONE_MACHINE = re.compile(
-    r"/(?:root|work|tmp/bash)[/_.]|/opt/(?:pypi|wheels)|pypi\.org|pythonhosted|download\.pytorch"
-)
+ONE_MACHINE = re.compile(r"/(?:root|work|tmp/bash)[/_.]|/opt/(?:pypi|wheels)|pypi\.org|pythonhosted|download\.pytorch")
 
 
 def places(text: str) -> list[str]:
@@ -128,9 +126,7 @@ def test_nothing_points_to_one_machine():
     assert found == {}
 
 
-@pytest.mark.parametrize(
-    "text", ["cd /root/x", "see /work/notes", "https://pypi.org/simple", "/tmp/bash_jobs.0/"]
-)
+@pytest.mark.parametrize("text", ["cd /root/x", "see /work/notes", "https://pypi.org/simple", "/tmp/bash_jobs.0/"])
 def test_a_path_of_one_machine_is_found(text):
     assert places(text)
 
@@ -150,9 +146,7 @@ def text_without_encoding(source: str) -> list[int]:
                 files = True
             case _:
                 files = False
-        encodings = [
-            k.value.value for k in node.keywords if k.arg == "encoding" and isinstance(k.value, ast.Constant)
-        ]
+        encodings = [k.value.value for k in node.keywords if k.arg == "encoding" and isinstance(k.value, ast.Constant)]
         if files and "b" not in "".join(mode(node)) and encodings != ["utf-8"]:
             lines.append(node.lineno)
     return lines

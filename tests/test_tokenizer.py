@@ -41,9 +41,7 @@ HAN = [
     *((0x2B740, 0x2B81D), (0x2B820, 0x2CEA1), (0x2CEB0, 0x2EBE0), (0x2EBF0, 0x2EE5D), (0x2F800, 0x2FA1D)),
     *((0x30000, 0x3134A), (0x31350, 0x323AF)),
 ]
-SPACES = set("\t\n\x0b\x0c\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000") | {
-    chr(c) for c in range(0x2000, 0x200B)
-}
+SPACES = set("\t\n\x0b\x0c\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000") | {chr(c) for c in range(0x2000, 0x200B)}
 
 
 def kind(c: str) -> str:
@@ -185,9 +183,7 @@ def test_encode_is_split_then_merge(text):
 
 @given(words | st.sampled_from(GOLDEN_TEXTS))
 def test_encode_equals_plain_tiktoken(text):
-    plain = tiktoken.Encoding(
-        "plain", pat_str=SPLIT_PATTERN, mergeable_ranks=RANKS, special_tokens=NANO.special
-    )
+    plain = tiktoken.Encoding("plain", pat_str=SPLIT_PATTERN, mergeable_ranks=RANKS, special_tokens=NANO.special)
     assert NANO.encode(text) == plain.encode(text, disallowed_special=())
     assert NANO.encode(text, special=True) == plain.encode(text, allowed_special="all")
 
@@ -196,9 +192,7 @@ def test_encode_equals_plain_tiktoken(text):
 def test_control_ids_only_when_asked_for(text):
     first_control = len(RANKS)
     assert all(id < first_control for id in NANO.encode(text))
-    assert any(id >= first_control for id in NANO.encode(text, special=True)) == any(
-        n in text for n in NANO.special
-    )
+    assert any(id >= first_control for id in NANO.encode(text, special=True)) == any(n in text for n in NANO.special)
     assert NANO.decode(NANO.encode(text)) == NANO.decode(NANO.encode(text, special=True)) == text
 
 
@@ -419,9 +413,7 @@ def test_nano_stops():
 def test_stop_ids_are_the_union_of_all_files(tmp_path):
     copy_nano(tmp_path)
     change(tmp_path / "generation_config.json", eos_token_id=[4000, 4001])
-    change(
-        tmp_path / "config.json", eos_token_id=4002, text_config={"vocab_size": 4096, "eos_token_id": [4003]}
-    )
+    change(tmp_path / "config.json", eos_token_id=4002, text_config={"vocab_size": 4096, "eos_token_id": [4003]})
     change(tmp_path / "tokenizer_config.json", eos_token={"content": "[PAD]"})
     assert eos_ids(tmp_path) == {4000, 4001, 4002, 4003}
     assert Tokenizer.open(tmp_path).stop_ids == {4000, 4001, 4002, 4003, 4095} | NANO.stop_ids

@@ -3,7 +3,7 @@
 import shutil
 import signal
 from collections.abc import Callable
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from deltafin.chat import UNSET
 from deltafin.cli import show
 from deltafin.cli.markdown import Painter
-from deltafin.cli.reading import QUOTES
+from deltafin.cli.reading import QUOTES, keys_kept
 from deltafin.cli.text import columns, report, speed
 from deltafin.errors import DeltafinError, UsageError
 
@@ -86,8 +86,10 @@ class Talk:
             except EOFError:
                 break
             except KeyboardInterrupt:
-                if leaving or not self.terminal:
+                if not self.terminal:
                     raise
+                if leaving:
+                    break
                 leaving = True
                 self.note("Ctrl-C again leaves, and so does Ctrl-D.")
                 continue
@@ -136,7 +138,12 @@ class Talk:
         count = len(talk.messages)
         pieces = talk.chat(text, sampler=self.sampler, max_tokens=self.max_tokens, thinking=self.thinking)
         kind, painter = "", self.painter("text")
-        with Stop() if self.terminal else nullcontext(Stop()) as stop, closing(pieces):
+        with ExitStack() as stack:
+            stop = Stop()
+            if self.terminal:
+                stack.enter_context(keys_kept())
+                stack.enter_context(stop)
+            stack.enter_context(closing(pieces))
             try:
                 for piece in pieces:
                     if piece.kind != kind:
@@ -171,7 +178,7 @@ class Talk:
             self.note(f"(stopped at {self.max_tokens} tokens; --max-tokens allows more)")
         if self.stats:
             self.note(report(self.conversation.stats))
-        elif self.terminal:
+        if self.terminal:
             self.note("")
 
     def painter(self, kind: str) -> Painter:

@@ -53,11 +53,8 @@ def chat(context: click.Context, model: str, **options: Any) -> None:
         stats=options["stats"],
         terminal=terminal,
     )
-    if terminal:
-        read = keyboard(WORDS, talk.status, Path(click.get_app_dir("deltafin"), "history"))
-    else:
-        read = pipe(sys.stdin)
-    talk.loop(read)
+    history = Path(click.get_app_dir("deltafin"), "history")
+    talk.loop(keyboard(WORDS, talk.status, history) if terminal else pipe(sys.stdin))
     if talk.failed and not terminal:
         context.exit(1)
 
@@ -224,7 +221,7 @@ def evaluate(model: str, file: Path, window: int | None, **options: Any) -> None
 
 @contextlib.contextmanager
 def progress(what: str) -> Iterator[Callable[..., None]]:
-    """Show a bar on stderr, if that is a terminal; yield what updates its description, completed and total."""
+    """Show a bar on stderr, if that is a terminal; yield what updates description, completed, total."""
     from rich.console import Console
     from rich.progress import Progress
 

@@ -1,7 +1,8 @@
 """Reading a message from a keyboard, with editing, history and completion, or from a pipe."""
 
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -9,6 +10,11 @@ from prompt_toolkit import PromptSession
 from prompt_toolkit.completion import WordCompleter
 from prompt_toolkit.history import FileHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+try:
+    import termios
+except ImportError:  # Windows has none, and needs none
+    termios = None
 
 QUOTES = '"""'
 
@@ -73,6 +79,23 @@ def keyboard(words: list[str], status: Callable[[], str], history: Path) -> Call
         bottom_toolbar=status,
     )
     return session.prompt
+
+
+@contextmanager
+def keys_kept() -> Iterator[None]:
+    """Keep what is typed meanwhile for the next message, and do not show it in the middle of the answer."""
+    if termios is None or not sys.stdin.isatty():
+        yield
+        return
+    before = termios.tcgetattr(sys.stdin)
+    quiet = termios.tcgetattr(sys.stdin)
+    quiet[0] &= ~termios.ICRNL  # Enter stays Enter; translated it would be the Ctrl-J of the next message
+    quiet[3] &= ~(termios.ECHO | termios.ICANON)
+    termios.tcsetattr(sys.stdin, termios.TCSADRAIN, quiet)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
 def pipe(stream: TextIO) -> Callable[[], str]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltafin.config import KDA, MLA, MLP, Activation, AttentionResidual, Layer, MoE, ModelConfig, Plain, SiLU, SiTU
+from deltafin.config import KDA, MLA, MLP, Activation, AttentionResidual, Layer, ModelConfig, MoE, Plain, SiLU, SiTU
 from deltafin.errors import CheckpointError, ConfigError
 from deltafin.families.reading import Fields
 
@@ -29,10 +29,10 @@ IGNORED = frozenset(
     encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores return_dict_in_generate
     forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens
     begin_suppress_tokens finetuning_task id2label label2id task_specific_params problem_type attention_dropout
-    """.split()
+    """.split()  # noqa: SIM905 - sixty lines otherwise
 )
 IGNORED_OUTSIDE = frozenset(
-    "ignore_index image_placeholder media_placeholder_token_id vision_config text_config".split()
+    ["ignore_index", "image_placeholder", "media_placeholder_token_id", "vision_config", "text_config"]
 )
 SKIPPED_PARTS = ("vision_tower", "mm_projector", "mtp")
 """Parts of a checkpoint that a text model does not run: passed over, counted, shown; so are layers past the last."""
@@ -90,10 +90,7 @@ def config(raw: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Mod
         vocab=text.integer("vocab_size"),
         width=width,
         eps=text.number("rms_norm_eps", 1e-6),
-        layers=tuple(
-            Layer(mixers[i] if i in mixers else attention, mlp if moe is None or i < dense else moe)
-            for i in range(layers)
-        ),
+        layers=tuple(Layer(mixers.get(i, attention), mlp if moe is None or i < dense else moe) for i in range(layers)),
         residual=AttentionResidual(block) if block else Plain(),
         tied=tied,
         context=text.integer("max_position_embeddings", text.integer("model_max_length", None)),

@@ -15,9 +15,7 @@ from deltafin.weights import Weight, weight
 class Experts(Protocol):
     """The routed experts of a layer, wherever they live."""
 
-    def __call__(
-        self, x_NM: Tensor, ids_NE: Tensor, weight_NE: Tensor, activation: Activation, ops: Ops
-    ) -> Tensor:
+    def __call__(self, x_NM: Tensor, ids_NE: Tensor, weight_NE: Tensor, activation: Activation, ops: Ops) -> Tensor:
         """Return the weighted sum over each row's experts, NM."""
         ...
 

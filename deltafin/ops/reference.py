@@ -63,8 +63,6 @@ def _dense(weight: Tensor | MXFP4, start: int, stop: int, dtype: torch.dtype) ->
     return weight[start:stop].to(dtype)
 
 
-
-
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return ``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, in x's type."""
     y = wide(x)
@@ -121,9 +119,7 @@ def delta_rule_recurrent(
     q_BTGK: Tensor, k_BTGK: Tensor, v_BTHV: Tensor, g_BTHK: Tensor, beta_BTH: Tensor, S_BHVK: Tensor
 ) -> Tensor:
     """Advance the state token by token: the definition. Arguments as ``delta_rule``."""
-    q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH = _per_value_head(
-        q_BTGK, k_BTGK, v_BTHV, g_BTHK, beta_BTH, S_BHVK.dtype
-    )
+    q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH = _per_value_head(q_BTGK, k_BTGK, v_BTHV, g_BTHK, beta_BTH, S_BHVK.dtype)
     o_BTHV = torch.empty_like(v_BTHV)
     for t in range(v_BTHV.shape[1]):
         k, v, beta = k_BTHK[:, t], v_BTHV[:, t], beta_BTH[:, t]
@@ -194,9 +190,7 @@ def _decayed_products(q: Tensor, k: Tensor, G: Tensor) -> tuple[Tensor, Tensor]:
     return P, A
 
 
-def attention(
-    q_BTHC: Tensor, latent_BSR: Tensor, shared_BSJ: Tensor, up: Tensor | MXFP4, value_dim: int
-) -> Tensor:
+def attention(q_BTHC: Tensor, latent_BSR: Tensor, shared_BSJ: Tensor, up: Tensor | MXFP4, value_dim: int) -> Tensor:
     """Attend causally from the last T of S cached positions; return BTHV in the query's type.
 
     A query is P channels for the head's own key and J for the shared key. ``up`` [H (P + V), R] makes a head's P key
