@@ -1,7 +1,7 @@
 """The public face: load a model, generate, talk, save and resume."""
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from deltafin import ops
-from deltafin.chat import UNSET, ChatFormat, Piece, chat_format
+from deltafin.chat import UNSET, ChatFormat, chat_format
 from deltafin.config import KDA, ModelConfig, MoE
 from deltafin.errors import ChatError, UsageError
 from deltafin.executor import assemble
 from deltafin.model.decoder import Decoder, forward
+from deltafin.reply import Piece
 from deltafin.sampling import Sampler
 from deltafin.session import PIECE, Session
 from deltafin.store import Snapshot
@@ -234,7 +235,7 @@ class Conversation(Session):
         sampler: Sampler = Sampler(),  # noqa: B008 - frozen
         max_tokens: int = 512,
         thinking: bool | None = None,
-    ) -> Iterator[Piece]:
+    ) -> Generator[Piece, None, None]:
         """Add a message (text: the user's; None: answer the messages as they stand) and stream the reply.
 
         Pieces are strings with a ``kind``: ``"thinking"``, ``"text"``, or ``"call"`` with the tool call in ``.call``.

@@ -20,7 +20,7 @@ def assemble(store: Snapshot, ops: Ops, dtype: torch.dtype) -> Decoder:
     """
     bound: dict[str, Any] = {part.prefix: _bind(store, part) for part in parts(store.config)}
     blocks = tuple(
-        Block(layer, *(bound[f"layers.{i}.{part}"] for part in ("norms", "mixer", "ffn")), ops)
+        Block(layer, bound[f"layers.{i}.norms"], bound[f"layers.{i}.mixer"], bound[f"layers.{i}.ffn"], ops)
         for i, layer in enumerate(store.config.layers)
     )
     return Decoder(store.config, bound["edges"], blocks, dtype)

@@ -34,8 +34,15 @@ FORMAT = 1
 class Runnable(Protocol):
     """What a session needs of a model: something to run, and who it is."""
 
-    decoder: Decoder
-    fingerprint: str
+    @property
+    def decoder(self) -> Decoder:
+        """The model, ready to run."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """What tells it from every other model."""
+        ...
 
 
 @dataclass

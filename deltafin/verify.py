@@ -19,7 +19,7 @@ from deltafin.config import Activation, SiLU, SiTU
 from deltafin.model.decoder import FEW, Decoder, forward
 from deltafin.ops import Expert, Ops, reference
 from deltafin.quant import MXFP4, pack_mxfp4
-from deltafin.session import Session
+from deltafin.session import Runnable, Session
 
 Result = tuple[Tensor, ...]
 
@@ -52,11 +52,8 @@ class Row:
         return self.relative <= self.bound
 
 
-class Verifiable(Protocol):
+class Verifiable(Runnable, Protocol):
     """What is needed of a model."""
-
-    decoder: Decoder
-    fingerprint: str
 
     def in_dtype(self, dtype: torch.dtype) -> Decoder:
         """Return the same weights with another type of activations."""
@@ -70,10 +67,11 @@ def run(model: Verifiable | None = None, progress: Callable[[str], None] | None 
         if progress:
             progress(f"{op} {name}")
         rows.append(check(op, name, implementation))
-    for name, check_model in MODEL_CHECKS.items() if model is not None else ():
-        if progress:
-            progress(name)
-        rows.append(check_model(model))
+    if model is not None:
+        for name, check_model in MODEL_CHECKS.items():
+            if progress:
+                progress(name)
+            rows.append(check_model(model))
     return rows
 
 
@@ -105,9 +103,9 @@ def check(op: str, name: str, implementation: Callable[..., Any]) -> Row:
     worst: Row | None = None
     for case, arguments in cases(op):
         given = [_cast(a, getattr(torch, dtype)) for a in arguments]
-        truth, exact = TRUTH.get(op, getattr(ops.REFERENCE, op)), [_cast(a, torch.float64) for a in given]
+        exact = [_cast(a, torch.float64) for a in given]
         state = STATE.get(op, ())
-        errors = compare(result(implementation, given, state), result(truth, exact, state))
+        errors = compare(result(implementation, given, state), result(TRUTH[op], exact, state))
         row = Row(op, name, case, *errors, BOUNDS.get(f"{op} {dtype}", BOUNDS[dtype]))
         if worst is None or not row.relative <= worst.relative:
             worst = row
@@ -116,9 +114,12 @@ def check(op: str, name: str, implementation: Callable[..., Any]) -> Row:
 
 
 TRUTH: dict[str, Callable[..., Any]] = {
+    **{f.name: getattr(ops.REFERENCE, f.name) for f in fields(Ops) if f.name != "name"},
     "delta_rule": reference.delta_rule_recurrent,
     "attention": reference.attention_expanded,
 }
+"""What an operation is compared with, in float64."""
+
 STATE = {"short_conv": (2,), "delta_rule": (5,)}
 """Which arguments of an operation are state, and so part of its result."""
 
@@ -254,7 +255,7 @@ def _experts_cases(random: torch.Generator) -> Iterator[tuple[str, tuple[Any, ..
         "MXFP4, SiTU": (pack_mxfp4, SiTU()),
     }
     for name, (store, activation) in kinds.items():
-        stored = [Expert(*map(store, expert)) for expert in dense]
+        stored = [Expert(store(e.gate), store(e.up), store(e.down)) for e in dense]
         for rows in (1, 5, 8, 30):
             ids = torch.stack([torch.randperm(6, generator=random)[:3].sort().values for _ in range(rows)])
             weights = torch.rand(rows, 3, generator=random)

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from deltafin.chat import UNSET, KimiK3, KimiLinear, Piece, Special, chat_format
+from deltafin.chat import UNSET, KimiK3, KimiLinear, Special, chat_format
 from deltafin.errors import ChatError
+from deltafin.reply import Piece
 from deltafin.tokenizer import Tokenizer
 
 NANO = Tokenizer.open(Path(__file__).parents[1] / "deltafin" / "nano")

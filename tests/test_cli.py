@@ -12,9 +12,9 @@ from click.testing import CliRunner
 
 import deltafin
 from deltafin import api, evaluate, verify
-from deltafin.chat import Piece
 from deltafin.cli import commands, main
 from deltafin.errors import CheckpointError
+from deltafin.reply import Piece
 
 
 def invoke(*arguments, stdin=None):

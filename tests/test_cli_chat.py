@@ -20,12 +20,12 @@ from prompt_toolkit.output import DummyOutput
 from rich.cells import cell_len
 from safetensors.numpy import save_file
 
-from deltafin.chat import Piece
 from deltafin.cli.chat import COMMANDS, WORDS, Stop, Talk
 from deltafin.cli.markdown import Painter
 from deltafin.cli.reading import keyboard, keys_kept, pipe
 from deltafin.cli.text import columns, plain
 from deltafin.errors import ChatError, SessionError
+from deltafin.reply import Piece
 
 
 class FakeConversation:

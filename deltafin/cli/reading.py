@@ -38,7 +38,7 @@ class History(FileHistory):
     def store_string(self, string: str) -> None:
         """Add a line to the file."""
         with suppress(OSError):
-            Path(self.filename).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            Path(str(self.filename)).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             super().store_string(string)
 
 

@@ -52,9 +52,9 @@ class State:
     def empty(cls, c: config.KDA, batch: int, dtype: torch.dtype) -> Self:
         """Return the state before the first token."""
         keys, values = c.heads * c.key_dim, c.heads * c.value_dim
-        tails = (torch.zeros(batch, c.conv_width - 1, channels, dtype=dtype) for channels in (keys, keys, values))
+        q, k, v = (torch.zeros(batch, c.conv_width - 1, channels, dtype=dtype) for channels in (keys, keys, values))
         wider = torch.float64 if dtype == torch.float64 else torch.float32
-        return cls(*tails, torch.zeros(batch, c.heads, c.value_dim, c.key_dim, dtype=wider))
+        return cls(q, k, v, torch.zeros(batch, c.heads, c.value_dim, c.key_dim, dtype=wider))
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything worth saving, by name."""

@@ -49,6 +49,6 @@ def forward(c: config.MoE, w: Weights, x_BTD: Tensor, eps: float, ops: Ops) -> T
         y = ops.rms_norm(y, w.latent_norm, eps)
     if w.latent_up is not None:
         y = ops.linear(y, w.latent_up)
-    if c.shared_width:
+    if w.shared_gate is not None and w.shared_up is not None and w.shared_down is not None:
         y = y + gated(x_ND, w.shared_gate, w.shared_up, w.shared_down, c.activation, ops)
     return y.view_as(x_BTD)

@@ -78,7 +78,9 @@ def short_conv(x_BTC: Tensor, weight_CW: Tensor, tail_BWC: Tensor) -> Tensor:
     width = weight_CW.shape[1]
     inputs = torch.cat([tail_BWC.to(x_BTC.dtype), x_BTC], 1)
     tokens = x_BTC.shape[1]
-    y = sum(wide(inputs[:, j : j + tokens]) * weight_CW[:, j].to(wide(x_BTC).dtype) for j in range(width))
+    y = torch.zeros_like(wide(x_BTC))
+    for j in range(width):
+        y += inputs[:, j : j + tokens] * weight_CW[:, j]
     tail_BWC.copy_(inputs[:, tokens:])
     return F.silu(y).to(x_BTC.dtype)
 
