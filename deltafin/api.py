@@ -62,7 +62,7 @@ class Model:
         self.config: ModelConfig = store.config
         self.decoder: Decoder = assemble(store, table, dtype)
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
         """Who this model is, for saved sessions: its files and the type of its activations."""
         return f"{self._store.fingerprint}-{str(self.decoder.dtype).removeprefix('torch.')}"

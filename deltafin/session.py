@@ -25,8 +25,8 @@ from deltafin.sampling import Sampler, check_finite
 PIECE = 512
 """Tokens of a prompt that are read at a time, which bounds the memory of activations."""
 
-CHECKPOINTS = 4
-"""Checkpoints that are kept: enough to go back past the last message and the one before."""
+CHECKPOINTS = 5
+"""Checkpoints that are kept: before and after each of the last two messages, and where the reply between them ends."""
 
 FORMAT = 1
 

@@ -1,7 +1,7 @@
 """Opening a model's files: a Hugging Face snapshot, read in place through its family.
 
-Nothing is copied: tensors are views of memory-mapped files, packed experts stay packed. Everything that can be wrong
-with the files is found when they are opened, from their headers.
+Nothing is copied: tensors are views of memory-mapped files, packed experts stay packed. What headers can tell is
+checked when the files are opened: missing, unknown, wrongly typed or shaped tensors, and cut files.
 """
 
 import hashlib
@@ -36,6 +36,10 @@ DTYPES = {
     "U8": torch.uint8,
     "F8_E8M0": torch.uint8,  # scales: the byte is the exponent
 }
+FLOATS = (("BF16", "F32", "F16", "F64"),)
+PACKED = (("U8",), ("U8", "F8_E8M0"))
+"""Types that a dense tensor, and that the codes and the scales of a packed one, may be stored in."""
+
 LARGEST_HEADER = 100_000_000  # the format's own limit
 CHECKED_AT_ONCE = 64 << 20
 """Bytes of expert scales up to which all are checked when a model is opened; beyond, each expert on first use."""
@@ -131,12 +135,16 @@ class Snapshot:
         """Return one of our tensors by our name (``layers.3.mixer.q``): a view where its rule changes nothing."""
         rule = self.rules[name]
         found = [self._stored(source) for source in rule.sources]
-        return found[0] if rule.make is None else rule.make(*found)
+        if rule.make is None:
+            return found[0]
+        try:
+            return rule.make(*(_dense(tensor) for tensor in found))
+        except ValueError as error:
+            raise CheckpointError(f"{self.describe(name)}: {error}", "fetch the file again") from error
 
     def describe(self, name: str) -> str:
         """Say where one of our tensors comes from, for an error message."""
-        sources = [self._names(source) or (source,) for source in self.rules[name].sources]
-        return f"{' and '.join(s[0] for s in sources)} in {self.path}"
+        return f"{' and '.join(self.rules[name].sources)} in {self.path}"
 
     def expert(self, layer: int, x: int) -> Expert:
         """Return one routed expert: views of what is stored."""
@@ -197,7 +205,7 @@ class Snapshot:
                 names = self._names(source)
                 used.update(names)
                 if not names:
-                    missing.append(f"{source}.weight")
+                    missing.append(source)
         for layer, (moe, name_of) in self._experts.items():
             inner = self.config.width if moe.latent is None else moe.latent
             shapes = (moe.width, inner), (moe.width, inner), (inner, moe.width)
@@ -206,7 +214,7 @@ class Snapshot:
                     names = self._names(source)
                     used.update(names)
                     if not names:
-                        missing.append(f"{source}.weight")
+                        missing.append(source)
                     else:
                         self._check_expert(names, shape, layer, x)
         if missing:
@@ -233,9 +241,15 @@ class Snapshot:
                 raise CheckpointError(f"{name} is {self.entries[name].shape}, but config.json makes it {want}")
 
     def _names(self, source: str) -> tuple[str, ...]:
-        """Return the stored tensors that hold a source: as it is, as ``.weight``, or packed with scales."""
-        for names in ((f"{source}.weight_packed", f"{source}.weight_scale"), (f"{source}.weight",), (source,)):
+        """Return the stored tensors that hold a source, packed with scales or as it is, and check their types."""
+        for names, types in ((f"{source}_packed", f"{source}_scale"), PACKED), ((source,), FLOATS):
             if all(name in self.entries for name in names):
+                for name, supported in zip(names, types, strict=True):
+                    if self.entries[name].dtype not in supported:
+                        raise CheckpointError(
+                            f"{name} is stored as {self.entries[name].dtype}, which is not supported",
+                            f"deltafin reads {', '.join(supported)} there",
+                        )
                 return names
         return ()
 
@@ -252,8 +266,6 @@ class Snapshot:
 
     def _view(self, name: str) -> Tensor:
         e = self.entries[name]
-        if e.dtype not in DTYPES:
-            raise CheckpointError(f"{name} is stored as {e.dtype}, which is not supported", f"in {self.files[e.file]}")
         if e.file not in self._maps:
             with self.files[e.file].open("rb") as f:  # read-only: a private map would count as memory promised
                 mapped = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
@@ -265,3 +277,9 @@ class Snapshot:
 
     def _scale_bytes(self) -> int:
         return sum(e.stop - e.start for name, e in self.entries.items() if name.endswith(".weight_scale"))
+
+
+def _dense(weight: Weight) -> Tensor:
+    if isinstance(weight, MXFP4):
+        raise ValueError("this tensor must not be packed")
+    return weight

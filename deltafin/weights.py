@@ -1,14 +1,14 @@
 """How a layer declares its weights, and how they are read, checked and bound.
 
-The declarations on a ``Weights`` class are the only list of tensors in the project: shape checks, byte counts,
-what a checkpoint must fill and the random weights of the tests all come from them.
+The declarations on a ``Weights`` class are the only list of tensors in the project: what a checkpoint must fill, and
+in which shape, comes from them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -73,8 +73,11 @@ def bind(
     fields that are not declared tensors (routed experts). Raises ``CheckpointError`` on a wrong shape.
     """
     bound: dict[str, Any] = {f.name: None for f in fields(kind) if "spec" in f.metadata}  # type: ignore[arg-type]
+    types = {f.name: f.type for f in fields(kind)}  # type: ignore[arg-type]
     for name, spec in specs(kind, config):
         tensor = read(name)
+        if isinstance(tensor, MXFP4) and MXFP4 not in get_args(types[name]):
+            raise CheckpointError(f"{describe(name)} is packed, which is not supported for it")
         check_shape(tensor, spec.shape(sizes), describe(name))
         bound[name] = tensor.to(torch.float32) if spec.float32 and isinstance(tensor, Tensor) else tensor
     return kind(**bound, **others)

@@ -20,9 +20,9 @@ from prompt_toolkit.output import DummyOutput
 from rich.cells import cell_len
 from safetensors.numpy import save_file
 
-from deltafin.cli.chat import COMMANDS, WORDS, Stop, Talk
+from deltafin.cli.chat import COMMANDS, WORDS, Talk, file_named, is_saved_talk
 from deltafin.cli.markdown import Painter
-from deltafin.cli.reading import keyboard, keys_kept, pipe
+from deltafin.cli.reading import Stop, keyboard, keys_kept, pipe
 from deltafin.cli.text import columns, plain
 from deltafin.errors import ChatError, SessionError
 from deltafin.reply import Piece
@@ -181,6 +181,10 @@ def test_our_own_mistakes_are_not_hidden():
         talk(FakeModel(ZeroDivisionError()), "hi")
 
 
+def test_a_command_ends_at_any_blank():
+    assert talk(FakeModel("yes"), "/system\tbe\nkind").conversation.messages[0]["content"] == "be\nkind"
+
+
 def test_help_lists_every_command(capsys):
     talk(FakeModel(), "/help")
     shown = capsys.readouterr().err
@@ -259,6 +263,8 @@ def test_save_overwrites_only_saved_talks(tmp_path, capsys):
         assert talk(FakeModel("yes"), f"/save {path}").failed
         assert "is not a saved conversation" in capsys.readouterr().err
     assert letter.read_text(encoding="utf-8") == "dear"
+    assert is_saved_talk(tmp_path / ("long" * 100)) is False
+    assert file_named("~nobody-here/" + "long" * 100, "/save").parent.name == "~nobody-here"
 
 
 @pytest.mark.parametrize("line", ["/save", "/load", "/load nowhere"])

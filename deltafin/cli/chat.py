@@ -1,12 +1,11 @@
 """The talk at a terminal or in a pipe: reads messages and slash commands, shows each answer as it streams."""
 
+import os
 import shutil
-import signal
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 import click
@@ -16,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from deltafin.chat import UNSET
 from deltafin.cli import show
 from deltafin.cli.markdown import Painter
-from deltafin.cli.reading import QUOTES, keys_kept
+from deltafin.cli.reading import QUOTES, Stop, keys_kept
 from deltafin.cli.text import columns, report, speed
 from deltafin.errors import DeltafinError, UsageError
 
@@ -25,27 +24,6 @@ if TYPE_CHECKING:
     from deltafin.sampling import Sampler
 
 NANO = "Nano is a 17M-parameter demonstration model; it likes stories, sums and questions about Saltmere."
-
-
-class Stop:
-    """A context in which the first Ctrl-C only sets ``pressed``; the second one raises KeyboardInterrupt.
-
-    The first lets the token that is being made end in peace; the second does not wait for a long prompt.
-    """
-
-    pressed = False
-
-    def __enter__(self) -> "Stop":
-        self.previous = signal.signal(signal.SIGINT, self._press)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGINT, self.previous)
-
-    def _press(self, number: int, frame: FrameType | None) -> None:
-        if self.pressed:
-            raise KeyboardInterrupt
-        self.pressed = True
 
 
 @dataclass
@@ -122,12 +100,11 @@ class Talk:
         elif text.startswith("//"):
             text = text[1:]
         elif text.startswith("/"):
-            name, _, argument = text.partition(" ")
+            name, *rest = text.split(maxsplit=1)
             if name not in COMMANDS:
-                raise UsageError(
-                    f"there is no command {name!r}", "/help lists the commands; // at the start sends a slash"
-                )
-            return bool(COMMANDS[name][2](self, argument.strip()))
+                hint = "/help lists the commands; // at the start sends a slash"
+                raise UsageError(f"there is no command {name!r}", hint)
+            return bool(COMMANDS[name][2](self, "".join(rest)))
         if text:
             self.answer(text)
         return False
@@ -149,7 +126,7 @@ class Talk:
                     if piece.kind != kind:
                         painter.finish()
                         kind, painter = piece.kind, self.start(piece.kind, kind)
-                    if kind == "call":
+                    if piece.call:
                         painter.push("calls {name}({arguments})\n".format(**piece.call["function"]))
                     elif kind != "thinking" or self.thinking_shown:
                         painter.push(piece)
@@ -254,11 +231,11 @@ class Talk:
     def save(self, argument: str) -> None:
         """Write the conversation to a file."""
         path = file_named(argument, "/save")
-        if path.exists() and not is_saved_talk(path):
+        exists = os.path.lexists(path)
+        if exists and not is_saved_talk(path):
             raise UsageError(f"{path} exists and is not a saved conversation", "give another name")
-        again = "again " * path.exists()
         self.conversation.save(path)
-        self.note(f"Saved {len(self.conversation.messages)} messages {again}in {path}.")
+        self.note(f"Saved {len(self.conversation.messages)} messages {'again ' * exists}in {path}.")
 
     def load(self, argument: str) -> None:
         """Go on with a saved conversation."""
@@ -282,7 +259,7 @@ def file_named(argument: str, command: str) -> Path:
     """Return the path a command was given."""
     if not argument:
         raise UsageError(f"{command} needs the name of a file", f"{command} FILE")
-    return Path(argument).expanduser()
+    return Path(os.path.expanduser(argument))
 
 
 def is_saved_talk(path: Path) -> bool:

@@ -1,9 +1,11 @@
-"""Reading a message from a keyboard, with editing, history and completion, or from a pipe."""
+"""Reading a message from a keyboard, with editing, history and completion, or from a pipe; and Ctrl-C."""
 
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import TextIO
 
 from prompt_toolkit import PromptSession
@@ -79,6 +81,27 @@ def keyboard(words: list[str], status: Callable[[], str], history: Path) -> Call
         bottom_toolbar=status,
     )
     return session.prompt
+
+
+class Stop:
+    """A context in which the first Ctrl-C only sets ``pressed``; the second one raises KeyboardInterrupt.
+
+    The first lets the token that is being made end in peace; the second does not wait for a long prompt.
+    """
+
+    pressed = False
+
+    def __enter__(self) -> "Stop":
+        self.previous = signal.signal(signal.SIGINT, self._press)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self.previous)
+
+    def _press(self, number: int, frame: FrameType | None) -> None:
+        if self.pressed:
+            raise KeyboardInterrupt
+        self.pressed = True
 
 
 @contextmanager

@@ -47,7 +47,8 @@ def matches(raw: Mapping[str, Any]) -> bool:
 class Rule:
     """How one of our tensors is made: the sources by name, and what is done with them (nothing: taken as it is).
 
-    A source that ends in nothing known is a matrix, stored as ``.weight`` or packed as ``.weight_packed``.
+    ``make`` raises ``ValueError`` for values that cannot be right. A source ``x.weight`` may also be stored packed, as
+    ``x.weight_packed`` and ``x.weight_scale``; only a rule that does nothing takes such a source.
     """
 
     sources: tuple[str, ...]
@@ -64,11 +65,11 @@ def config(raw: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Mod
     nested = raw.get("text_config") is not None
     text = Fields(raw["text_config"], "config.json, text_config") if nested else outside
     tied = outside.flag("tie_word_embeddings", False)
+    _check_packing(outside)
     if nested:
         tied = text.flag("tie_word_embeddings", tied)
+        _check_packing(text)
         outside.finish(IGNORED | IGNORED_OUTSIDE)
-
-    _check_packing(text)
     text.only("moe_router_activation_func", ["sigmoid"], "sigmoid")
     text.only("mla_use_nope", [True], False)
     text.only("moe_layer_freq", [1], 1)
@@ -136,7 +137,7 @@ def _mixers(text: Fields, layers: int, shapes: Mapping[str, tuple[int, ...]]) ->
 
     def kind(i: int) -> KDA:
         stored = lambda name: shapes.get(f"{root}layers.{i}.self_attn.{name}.weight", (dim,))[0]  # noqa: E731
-        low = f"{root}layers.{i}.self_attn.g_a_proj.weight" in shapes if full_rank is None else not full_rank
+        low = not full_rank if full_rank is not None else f"{root}layers.{i}.self_attn.g_a_proj.weight" in shapes
         return KDA(heads, dim, dim, width, stored("f_a_proj"), floor, stored("g_a_proj") if low else None)
 
     return attention, {i - 1: kind(i - 1) for i in kda}
@@ -170,8 +171,8 @@ def _check_packing(text: Fields) -> None:
 
 def _root(shapes: Mapping[str, Any]) -> str:
     """What stands before ``layers.0``: ``language_model.model.`` in the release, ``model.`` in text-only exports."""
-    for root in ("language_model.model.", "model.", "model.language_model.", "language_model.", ""):
-        if f"{root}embed_tokens.weight" in shapes:
+    for root in ("language_model.model.", "model.", ""):
+        if f"{root}embed_tokens.weight" in shapes or f"{root}embed_tokens.weight_packed" in shapes:
             return root
     raise CheckpointError("the checkpoint has no embed_tokens.weight", "is this a text model, and is it complete?")
 
@@ -192,19 +193,20 @@ def skipped(name: str, raw: Mapping[str, Any]) -> str | None:
 def tensors(c: ModelConfig, shapes: Mapping[str, Any]) -> dict[str, Rule]:
     """Return the rule of each of our tensors except the routed experts."""
     root = _root(shapes)
-    outer = root.removesuffix("model.")
-    head = f"{outer}lm_head" if f"{outer}lm_head.weight" in shapes or not c.tied else f"{root}embed_tokens"
+    embed, head = f"{root}embed_tokens.weight", f"{root.removesuffix('model.')}lm_head.weight"
+    if c.tied and head not in shapes:
+        head = embed
     rules = {
-        "edges.embed": Rule((f"{root}embed_tokens",)),
-        "edges.norm": Rule((f"{root}norm",)),
+        "edges.embed": Rule((embed,)),
+        "edges.norm": Rule((f"{root}norm.weight",)),
         "edges.head": Rule((head,)),
     }
     if c.mixes:
         rules["edges.read"] = _query(root, "output_attn_res", shapes)
     for i, layer in enumerate(c.layers):
         source, ours = f"{root}layers.{i}.", f"layers.{i}."
-        rules[f"{ours}norms.mixer"] = Rule((f"{source}input_layernorm",))
-        rules[f"{ours}norms.ffn"] = Rule((f"{source}post_attention_layernorm",))
+        rules[f"{ours}norms.mixer"] = Rule((f"{source}input_layernorm.weight",))
+        rules[f"{ours}norms.ffn"] = Rule((f"{source}post_attention_layernorm.weight",))
         if c.mixes:
             rules[f"{ours}norms.mixer_read"] = _query(source, "self_attention_res", shapes)
             rules[f"{ours}norms.ffn_read"] = _query(source, "mlp_res", shapes)
@@ -223,30 +225,30 @@ def tensors(c: ModelConfig, shapes: Mapping[str, Any]) -> dict[str, Rule]:
 def expert(c: ModelConfig, shapes: Mapping[str, Any], layer: int) -> Callable[[int], Iterator[str]]:
     """Return a function from an expert's number to the names of its gate, up and down."""
     stem = f"{_root(shapes)}layers.{layer}.block_sparse_moe.experts"
-    return lambda x: (f"{stem}.{x}.{matrix}" for matrix in ("w1", "w3", "w2"))
+    return lambda x: (f"{stem}.{x}.{matrix}.weight" for matrix in ("w1", "w3", "w2"))
 
 
-_MLP = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+_MLP = {"gate": "gate_proj.weight", "up": "up_proj.weight", "down": "down_proj.weight"}
 _MOE = {
-    "router": "gate",
+    "router": "gate.weight",
     "router_bias": "gate.e_score_correction_bias",
-    "latent_down": "routed_expert_down_proj",
-    "latent_norm": "routed_expert_norm",
-    "latent_up": "routed_expert_up_proj",
-    "shared_gate": "shared_experts.gate_proj",
-    "shared_up": "shared_experts.up_proj",
-    "shared_down": "shared_experts.down_proj",
+    "latent_down": "routed_expert_down_proj.weight",
+    "latent_norm": "routed_expert_norm.weight",
+    "latent_up": "routed_expert_up_proj.weight",
+    "shared_gate": "shared_experts.gate_proj.weight",
+    "shared_up": "shared_experts.up_proj.weight",
+    "shared_down": "shared_experts.down_proj.weight",
 }
 _MLA = {
-    "q": ("q_proj", None),
-    "q_down": ("q_a_proj", None),
-    "q_norm": ("q_a_layernorm", None),
-    "q_up": ("q_b_proj", None),
-    "latent_down": ("kv_a_proj_with_mqa", None),
-    "latent_norm": ("kv_a_layernorm", None),
-    "latent_up": ("kv_b_proj", None),
-    "gate": ("g_proj", None),
-    "out": ("o_proj", None),
+    "q": ("q_proj.weight", None),
+    "q_down": ("q_a_proj.weight", None),
+    "q_norm": ("q_a_layernorm.weight", None),
+    "q_up": ("q_b_proj.weight", None),
+    "latent_down": ("kv_a_proj_with_mqa.weight", None),
+    "latent_norm": ("kv_a_layernorm.weight", None),
+    "latent_up": ("kv_b_proj.weight", None),
+    "gate": ("g_proj.weight", None),
+    "out": ("o_proj.weight", None),
 }
 
 
@@ -258,32 +260,32 @@ def _kda(c: KDA) -> dict[str, tuple[str, Callable[..., Tensor] | None]]:
         """Take [H], [1, 1, H, 1], or the release's 128 values of which those after H are zero padding."""
         flat = w.flatten()
         if bool((flat[c.heads :] != 0).any()):
-            raise CheckpointError(f"A_log has {len(flat)} values for {c.heads} heads and the rest is not zero padding")
+            raise ValueError(f"there are {len(flat)} values for {c.heads} heads, and the rest is not zero padding")
         return flat[: c.heads]
 
     return {
-        "q": ("q_proj", None),
-        "k": ("k_proj", None),
-        "v": ("v_proj", None),
-        "q_conv": ("q_conv1d", taps),
-        "k_conv": ("k_conv1d", taps),
-        "v_conv": ("v_conv1d", taps),
-        "decay_down": ("f_a_proj", None),
-        "decay_up": ("f_b_proj", None),
+        "q": ("q_proj.weight", None),
+        "k": ("k_proj.weight", None),
+        "v": ("v_proj.weight", None),
+        "q_conv": ("q_conv1d.weight", taps),
+        "k_conv": ("k_conv1d.weight", taps),
+        "v_conv": ("v_conv1d.weight", taps),
+        "decay_down": ("f_a_proj.weight", None),
+        "decay_up": ("f_b_proj.weight", None),
         "decay_log": ("A_log", per_head),
         "decay_bias": ("dt_bias", None),
-        "beta": ("b_proj", None),
-        "gate": ("g_proj", None),
-        "gate_down": ("g_a_proj", None),
-        "gate_up": ("g_b_proj", None),
-        "norm": ("o_norm", None),
-        "out": ("o_proj", None),
+        "beta": ("b_proj.weight", None),
+        "gate": ("g_proj.weight", None),
+        "gate_down": ("g_a_proj.weight", None),
+        "gate_up": ("g_b_proj.weight", None),
+        "norm": ("o_norm.weight", None),
+        "out": ("o_proj.weight", None),
     }
 
 
 def _query(source: str, name: str, shapes: Mapping[str, Any]) -> Rule:
     """A mixture's query is the product of a norm's weight and a projection of one row."""
-    split = f"{source}{name}_norm", f"{source}{name}_proj"
+    split = f"{source}{name}_norm.weight", f"{source}{name}_proj.weight"
     joined = f"{source}{name}.norm_weight", f"{source}{name}.proj_weight"
     return Rule(
         joined if joined[0] in shapes else split,
