@@ -1,5 +1,6 @@
 """deltafin: a local runtime for hybrid linear-attention models."""
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -8,6 +9,10 @@ if TYPE_CHECKING:
     from deltafin.errors import DeltafinError
     from deltafin.sampling import Sampler
     from deltafin.session import Session
+
+# Threads that wait by spinning starve each other as soon as the machine has other work: ten times slower was measured.
+# Read by the thread pool of torch when torch is imported; a choice of the user's stays.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 __version__ = "0.1.0"
 __all__ = ["Conversation", "DeltafinError", "Model", "Sampler", "Session", "__version__", "load"]

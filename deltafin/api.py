@@ -26,6 +26,9 @@ Message = Mapping[str, Any]
 """A message in the usual shape: role, content, and what belongs to it."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+SMALL = 100 << 20
+"""Bytes of weights below which a second thread is not worth waking: the products are over before it has begun."""
+
 EMBEDDED = Path(__file__).parent / "nano"
 
 
@@ -35,21 +38,26 @@ def load(name_or_path: str | Path = "nano", *, dtype: str = "float32", threads: 
     Weights are read in place and keep the precision they are stored in. ``dtype`` is the type of the activations:
     ``"float32"`` (default; exact for bfloat16 and MXFP4 weights up to the rounding of sums), ``"bfloat16"`` as the
     model's makers run it, or ``"float64"`` for proofs. ``threads`` is how many CPU threads torch uses in this
-    process (default: as torch decides). Raises ``CheckpointError`` or ``ConfigError`` naming what is wrong with the
-    files, ``UsageError`` for an argument that cannot work.
+    process (default: one for a small model, else as torch decides).
+
+    Raises ``CheckpointError`` or ``ConfigError`` naming what is wrong with the files, ``UsageError`` for an argument
+    that cannot work.
     """
     if dtype not in DTYPES:
         raise UsageError(f"dtype {dtype!r} is not supported", f"use {', '.join(DTYPES)}")
-    if threads is not None:
-        if threads < 1:
-            raise UsageError(f"threads {threads} is not supported", "use 1 or more")
-        torch.set_num_threads(threads)
+    if threads is not None and threads < 1:
+        raise UsageError(f"threads {threads} is not supported", "use 1 or more")
     path = EMBEDDED if str(name_or_path) == "nano" else Path(name_or_path).expanduser()
     if not path.is_dir():
         raise UsageError(
             f"there is no model folder {str(name_or_path)!r}", "give the folder of a Hugging Face snapshot, or nano"
         )
-    return Model(Snapshot(path), ops.REFERENCE, DTYPES[dtype])
+    store = Snapshot(path)
+    if threads is None and store.totals()["bytes"] < SMALL:
+        threads = 1
+    if threads is not None:
+        torch.set_num_threads(threads)
+    return Model(store, ops.REFERENCE, DTYPES[dtype])
 
 
 class Model:
@@ -222,7 +230,7 @@ class Conversation(Session):
     ) -> None:
         super().__init__(model)
         self.model: Model = model
-        self.messages: list[dict[str, Any]] = [dict(m) for m in messages]
+        self.messages: list[dict[str, Any]] = [dict(m) if isinstance(m, Mapping) else m for m in messages]
         self.tools = tools
         self.thinking = thinking
         self.effort = effort

@@ -51,7 +51,7 @@ class Score:
     @property
     def perplexity(self) -> float:
         """Exponential of the loss."""
-        return math.exp(self.loss) if self.loss < 700 else math.inf
+        return math.inf if self.loss > 700 else math.exp(self.loss)
 
     @property
     def bits_per_byte(self) -> float:
@@ -97,7 +97,7 @@ def evaluate(
     """Return a score per kind, then one of everything when there are several kinds.
 
     Every token but a document's first is predicted from all before it; with ``window`` a document is cut into pieces
-    of that many tokens (2 or more), each predicted on its own. ``progress`` is called with tokens done and tokens in all.
+    of that many tokens (2 or more), each predicted on its own. ``progress`` is called with tokens done and in all.
     """
     if window is not None and window < 2:
         raise UsageError(f"a window of {window} tokens predicts nothing", "use 2 or more")

@@ -120,7 +120,7 @@ class Session:
         if any(c.length == self._read for c in self._checkpoints):
             return
         check_state(self._state)
-        self._checkpoints.append(Checkpoint(self._read, copy.deepcopy(self._state), self._logits))
+        self._checkpoints.append(Checkpoint(self._read, [s.keep() for s in self._state], self._logits))
         self._checkpoints = sorted(self._checkpoints, key=lambda c: c.length)[-CHECKPOINTS:]
 
     def generate(self, sampler: Sampler, limit: int, stop: Collection[int] = ()) -> Iterator[int]:
@@ -146,8 +146,8 @@ class Session:
         """Return an independent session that goes on from here."""
         twin = copy.copy(self)
         twin.tokens = list(self.tokens)
-        twin._state = copy.deepcopy(self._state)
-        twin._checkpoints = list(self._checkpoints)  # a checkpoint is never written to
+        # Together: what state and checkpoints share, their copies share as well.
+        twin._state, twin._checkpoints = copy.deepcopy((self._state, self._checkpoints))
         return twin
 
     def save(self, path: str | Path) -> None:
@@ -224,7 +224,7 @@ class Session:
         if kept:
             last = kept[-1]
             check_state(last.state)
-            self._read, self._state, self._logits = last.length, copy.deepcopy(last.state), last.logits
+            self._read, self._state, self._logits = last.length, [s.keep() for s in last.state], last.logits
             self._checkpoints = kept
 
 

@@ -4,6 +4,7 @@
 """
 
 import ast
+import inspect
 import re
 import subprocess
 import sys
@@ -184,6 +185,14 @@ def test_text_files_name_their_encoding():
 )
 def test_a_missing_encoding_is_found(code, bad):
     assert bool(text_without_encoding(code)) == bad
+
+
+@pytest.mark.parametrize("function", ["advance", "forward"])
+def test_the_forward_page_is_quoted_as_it_is(function):
+    from deltafin.model import decoder
+
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert inspect.getsource(getattr(decoder, function)) in page
 
 
 if __name__ == "__main__" and sys.argv[1:] == ["--write"]:

@@ -119,3 +119,16 @@ def test_a_mask_of_padding_is_never_needed_and_neighbours_do_not_leak():
     for pad in range(1, 6):
         padded = torch.cat([torch.zeros(2, pad, 21), x], 1)
         torch.testing.assert_close(reference.short_conv(padded, w, torch.zeros(2, 3, 21))[:, pad:], fresh)
+
+
+def test_attention_knows_no_positions():
+    # Nothing is rotated: in which order earlier tokens stand in the cache cannot matter.
+    random = torch.Generator().manual_seed(3)
+    q, latent, shared, up = (
+        torch.randn(*shape, generator=random, dtype=torch.float64)
+        for shape in ((1, 1, 3, 11), (1, 13, 7), (1, 13, 5), (3 * (6 + 2), 7))
+    )
+    order = torch.randperm(13, generator=random)
+    for form in (reference.attention_absorbed, reference.attention_expanded):
+        want = form(q, latent, shared, up, 2)
+        torch.testing.assert_close(form(q, latent[:, order], shared[:, order], up, 2), want)

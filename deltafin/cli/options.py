@@ -19,7 +19,7 @@ LOADING = [
         "--threads",
         metavar="N",
         type=click.IntRange(min=1),
-        help="Processor threads; all cores by default.",
+        help="Processor threads; by default one for a small model, else all cores.",
     ),
 ]
 

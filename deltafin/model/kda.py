@@ -1,5 +1,6 @@
 """Kimi Delta Attention: weights, state and forward."""
 
+import copy
 from dataclasses import dataclass
 from typing import Self
 
@@ -59,6 +60,10 @@ class State:
     def tensors(self) -> dict[str, Tensor]:
         """Everything worth saving, by name."""
         return {"q_tail": self.q_tail, "k_tail": self.k_tail, "v_tail": self.v_tail, "S_BHVK": self.S_BHVK}
+
+    def keep(self) -> Self:
+        """Return a copy that later tokens do not change: all of it is rewritten at every step."""
+        return copy.deepcopy(self)
 
     def restore(self, saved: dict[str, Tensor], length: int) -> None:
         """Become a saved state; ``ValueError`` when the shapes are another model's."""

@@ -1,6 +1,6 @@
 """Multi-head latent attention without rotation: weights, state and forward."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -51,6 +51,13 @@ class State:
     def tensors(self) -> dict[str, Tensor]:
         """Everything worth saving, by name: the valid part of the buffers."""
         return {"latent_BSR": self.latent_BSR[:, : self.length], "shared_BSJ": self.shared_BSJ[:, : self.length]}
+
+    def keep(self) -> Self:
+        """Return the state as it is, at no cost: later tokens are written behind ``length``, never before it.
+
+        The copy shares the buffers, so it holds only as long as nothing goes back behind it and writes anew.
+        """
+        return replace(self)
 
     def restore(self, saved: dict[str, Tensor], length: int) -> None:
         """Become a saved state; ``ValueError`` when the shapes are another model's."""
