@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deltafin import ops
-from deltafin.chat import UNSET, ChatFormat, chat_format
+from deltafin.chat import ChatFormat, chat_format
 from deltafin.config import KDA, ModelConfig, MoE
 from deltafin.errors import ChatError, UsageError
 from deltafin.executor import assemble
@@ -147,24 +147,25 @@ class Model:
         min_p: float = 0.0,
         repetition_penalty: float = 1.0,
         seed: int | None = None,
-        thinking: bool | None = None,
-        effort: str | None = UNSET,
-        tools: Sequence[Mapping[str, Any]] | None = None,
         stop: str | Collection[str] = (),
+        thinking: bool | None = None,
+        **options: Any,
     ) -> Iterator[str]:
         """Yield the model's answer as it comes, in pieces of whole characters.
 
-        A string is continued as it is. A list of messages is answered in the model's chat format; ``thinking``,
-        ``effort`` and ``tools`` belong to that (None: the format's default). ``stop`` is a text, or several, that ends
-        the answer and is not part of it; ``max_tokens`` counts thinking too. Sampling: see ``Sampler``.
+        A string is continued as it is. A list of messages is answered in the model's chat format; ``thinking`` (None:
+        the format's default) and ``options`` (``tools``, ``effort``, ``tool_choice``, ``response_format``: see
+        ``ChatFormat.render``) belong to that. ``stop`` is a text, or several, that ends the answer and is not part of
+        it; ``max_tokens`` counts thinking too. Sampling: see ``Sampler``.
         """
         sampler = Sampler(temperature, top_k, top_p, min_p, repetition_penalty, seed)
         if isinstance(prompt, str):
-            if thinking or tools:
-                raise ChatError("thinking and tools need messages", 'use [{"role": "user", "content": ...}]')
+            if thinking or options:
+                name = "thinking" if thinking else next(iter(options))
+                raise ChatError(f"{name} needs messages", 'use [{"role": "user", "content": ...}]')
             pieces: Iterator[str] = self._continue(prompt, sampler, max_tokens)
         else:
-            talk = Conversation(self, prompt, tools=tools, thinking=thinking, effort=effort)
+            talk = Conversation(self, prompt, thinking=thinking, **options)
             pieces = (p for p in talk.chat(None, sampler=sampler, max_tokens=max_tokens) if p.kind == "text")
         yield from _until(pieces, [stop] if isinstance(stop, str) else stop)
 
@@ -173,15 +174,15 @@ class Model:
 
         ``finish_reason`` is ``"stop"``, ``"length"`` or ``"tool_calls"``. Arguments: as ``stream``, without ``stop``.
         """
-        talk_options = {name: options.pop(name) for name in ("tools", "thinking", "effort") if name in options}
-        talk = Conversation(self, messages, **talk_options)
         max_tokens = options.pop("max_tokens", 512)
-        for _ in talk.chat(None, sampler=Sampler(**options), max_tokens=max_tokens):
+        sampling = {f.name: options.pop(f.name) for f in fields(Sampler) if f.name in options}
+        talk = Conversation(self, messages, **options)
+        for _ in talk.chat(None, sampler=Sampler(**sampling), max_tokens=max_tokens):
             pass
         return {**talk.messages[-1], "finish_reason": talk.stats.finish_reason}
 
     def session(self, system: str | None = None, **options: Any) -> "Conversation":
-        """Begin a conversation, optionally with a system prompt. Options: ``tools``, ``thinking``, ``effort``."""
+        """Begin a conversation, optionally with a system prompt. Options: as ``Conversation``."""
         messages = [] if system is None else [{"role": "system", "content": system}]
         return Conversation(self, messages, **options)
 
@@ -203,7 +204,10 @@ class Model:
 
 @dataclass
 class Stats:
-    """What one reply took: tokens of the prompt, how many of them were already read, seconds, tokens said."""
+    """What one reply took: tokens of the prompt, how many of them were already read, seconds, tokens said.
+
+    ``finish_reason`` is ``"stop"``, ``"length"``, ``"tool_calls"``, or ``"interrupted"`` when it was closed early.
+    """
 
     prompt_tokens: int = 0
     reused_tokens: int = 0
@@ -217,6 +221,8 @@ class Conversation(Session):
     """A session that speaks the model's chat format: ``messages`` and the timeline that they are rendered to.
 
     Changing ``messages`` (editing, deleting, adding) is allowed at any time: the next reply reads only what differs.
+    ``thinking`` None means the format's default; ``options`` (``tools``, ``effort``, ``tool_choice``,
+    ``response_format``) go to ``ChatFormat.render``.
     """
 
     def __init__(
@@ -224,16 +230,14 @@ class Conversation(Session):
         model: Model,
         messages: Sequence[Message] = (),
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
         thinking: bool | None = None,
-        effort: str | None = UNSET,
+        **options: Any,
     ) -> None:
         super().__init__(model)
         self.model: Model = model
         self.messages: list[dict[str, Any]] = [dict(m) if isinstance(m, Mapping) else m for m in messages]
-        self.tools = tools
         self.thinking = thinking
-        self.effort = effort
+        self.options = options
         self.stats = Stats()
 
     def chat(
@@ -249,20 +253,20 @@ class Conversation(Session):
         Pieces are strings with a ``kind``: ``"thinking"``, ``"text"``, or ``"call"`` with the tool call in ``.call``.
         The reply is appended to ``messages`` when it ends, also when the iterator is closed early.
         """
-        if message is not None:
-            self.messages.append({"role": "user", "content": message} if isinstance(message, str) else dict(message))
-        form, think = self.model.chat_format, self._thinks(thinking)
-        prompt = self._prompt(think, self.messages)
+        new = [] if message is None else [{"role": "user", "content": message} if isinstance(message, str) else message]
+        messages, think = [*self.messages, *map(dict, new)], self._thinks(thinking)
+        prompt = self._prompt(think, messages)
         self.stats, began, read = Stats(len(prompt)), time.perf_counter(), self.tokens_read
         # Stopping here first leaves a checkpoint before the newest message, so that it can be edited.
-        before = self._prompt(think, self.messages[:-1], generate=False)
+        before = self._prompt(think, messages[:-1], generate=False)
         if self.reusable(prompt) < len(before) < len(prompt) and before == prompt[: len(before)]:
             self.sync(before)
         self.sync(prompt)
         self.stats.prompt_seconds = time.perf_counter() - began
         self.stats.reused_tokens = max(0, len(prompt) - (self.tokens_read - read))
-        parser = form.parser(thinking=think)
-        began, finish = time.perf_counter(), "length"
+        parser = self.model.chat_format.parser(thinking=think)
+        self.messages = messages  # from here on the message was heard; before, an error leaves all as it was
+        began, finish = time.perf_counter(), "interrupted"
         try:
             for token in self.generate(sampler, max_tokens, self.model.tokenizer.stop_ids):
                 self.stats.generated_tokens += 1
@@ -271,6 +275,8 @@ class Conversation(Session):
                 if parser.done or token in self.model.tokenizer.stop_ids:
                     finish = "stop"
                     break
+            else:
+                finish = "length"
             yield from parser.finish()
         finally:
             parser.finish()
@@ -302,15 +308,15 @@ class Conversation(Session):
 
     def _prompt(self, thinking: bool, messages: Sequence[Message], generate: bool = True) -> list[int]:
         form = self.model.chat_format
-        return form.encode(messages, tools=self.tools, thinking=thinking, effort=self.effort, generate=generate)
+        return form.encode(messages, thinking=thinking, generate=generate, **self.options)
 
     def _about(self) -> dict[str, Any]:
-        return {"messages": self.messages, "tools": self.tools, "thinking": self.thinking, "effort": self.effort}
+        return {"messages": self.messages, "thinking": self.thinking, "options": self.options}
 
     def _restore(self, about: dict[str, Any], saved: dict[str, Tensor]) -> None:
         super()._restore(about, saved)
-        self.messages, self.tools = list(about.get("messages", [])), about.get("tools")
-        self.thinking, self.effort = about.get("thinking"), about.get("effort", UNSET)
+        self.messages, self.thinking = list(about.get("messages", [])), about.get("thinking")
+        self.options = dict(about.get("options", {}))
 
 
 def _until(pieces: Iterator[str], stop: Collection[str]) -> Iterator[str]:

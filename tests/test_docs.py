@@ -110,11 +110,11 @@ def tracked(pattern: str = "*") -> list[Path]:
     return [path for path in map(ROOT.joinpath, filter(None, listed.split("\0"))) if path.is_file()]
 
 
-ONE_MACHINE = re.compile(r"/(?:root|work|tmp/bash)[/_.]|/opt/(?:pypi|wheels)|pypi\.org|pythonhosted|download\.pytorch")
+ONE_MACHINE = re.compile(r"(?<![\w/.])/(?:root|home|Users)/")
 
 
 def places(text: str) -> list[str]:
-    """Paths and hosts that mean something on one machine or in one network alone."""
+    """Paths that mean something on one machine alone."""
     return [match.group() for match in ONE_MACHINE.finditer(text)]
 
 
@@ -127,7 +127,7 @@ def test_nothing_points_to_one_machine():
     assert found == {}
 
 
-@pytest.mark.parametrize("text", ["cd /root/x", "see /work/notes", "https://pypi.org/simple", "/tmp/bash_jobs.0/"])
+@pytest.mark.parametrize("text", ["cd /root/x", "see /home/me/notes", "(/Users/me/x)"])
 def test_a_path_of_one_machine_is_found(text):
     assert places(text)
 

@@ -111,6 +111,19 @@ def test_repetition_is_punished_once_however_often_it_was_said(logits, seen, pen
     assert given_.tolist() == torch.tensor(logits).tolist()  # the session's logits stay as they were
 
 
+@pytest.mark.parametrize(
+    ("logits", "seen", "choice"),
+    [
+        ([2.0, 1.9, 1.8, 1.75], [], 0),
+        ([2.0, 1.9, 1.8, 1.75], [2, 0, 1], 3),  # 1.67, 1.58 and 1.5 are left of the others
+        ([2.0, 1.5], [0, 0], 0),  # once: 1.67; twice it would be 1.39
+        ([-1.0, -1.1], [0], 1),  # -1.2: below zero the penalty pushes down as well
+    ],
+)
+def test_a_penalty_can_change_the_choice(logits, seen, choice):
+    assert Sampler(repetition_penalty=1.2)(torch.tensor(logits), seen, ANY) == choice
+
+
 def draws(sampler: Sampler, logits: torch.Tensor, count: int) -> list[int]:
     chance = sampler.generator()
     return [sampler(logits, [], chance) for _ in range(count)]

@@ -145,6 +145,10 @@ def test_a_few_tokens_at_once_are_the_same_bits_as_one_by_one(small, before, siz
     assert identical(at_once, fed(small, *[start] * bool(start), *([t] for t in rest)))
 
 
+def test_caches_grow_without_forgetting(double):
+    assert close(fed(double, IDS[:250], IDS[250:257], IDS[257:300], IDS[300:]), fed(double, IDS))
+
+
 def test_a_long_prompt_is_read_in_pieces_that_do_not_show(double, monkeypatch):
     whole = fed(double, IDS[:150])
     monkeypatch.setattr(deltafin.session, "PIECE", 64)
@@ -258,6 +262,16 @@ def test_forks_do_not_disturb_each_other(small, edits, others):
         for change in changes:
             edit(alone, *change)
         assert identical(session, alone)
+
+
+def test_a_checkpoint_belongs_to_one_fork_alone(small):
+    origin = fed(small, IDS[:10])
+    twin = origin.fork()
+    twin.feed(IDS[20:25])
+    twin.checkpoint()
+    origin.feed(IDS[10:20])
+    origin.sync([*IDS[:17], 1])  # the twin's checkpoint after 15 tokens is about other tokens
+    assert close(origin, fed(small, [*IDS[:17], 1]), "model float32")
 
 
 def test_extending_reads_only_what_is_new_and_asking_again_reads_nothing(small):
@@ -422,6 +436,7 @@ def test_a_limit_is_kept_and_the_state_is_that_of_the_reference_run(small, limit
     said = list(session.generate(Sampler(), limit))
     assert len(said) == limit
     assert session.tokens == IDS[:10] + said
+    assert session.tokens_read == 10 + max(0, limit - 1)  # what follows the last was not asked for
     reference = fed(small, IDS[:10], *([t] for t in said))
     assert identical(session, reference)
     session.feed(IDS[30:33])
@@ -797,7 +812,7 @@ def test_a_conversation_is_saved_with_everything_it_needs(talker, tmp_path):
     talk.save(tmp_path / "talk")
     again = talker.resume(tmp_path / "talk")
     assert again.messages == talk.messages
-    assert (again.tools, again.thinking, again.effort) == (tools, True, "low")
+    assert (again.options, again.thinking) == ({"tools": tools, "effort": "low"}, True)
     for each in (talk, again):
         each.say("And?", max_tokens=4)
     assert again.messages == talk.messages

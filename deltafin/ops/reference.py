@@ -144,7 +144,7 @@ def delta_rule_chunkwise(
         (I + diag(beta) P) U = diag(beta) (V - (K * e^G) S);   O = (Q * e^G) S + A U
         S = diag(e^{G_C}) S + sum_j (k_j * e^{G_C - G_j}) U_j
 
-    The unit triangular system is solved by substitution (a power series of P cancels: its terms grow beyond all digits).
+    The unit triangular system is solved by substitution (a power series of P loses all digits to cancellation).
     """
     q, k, v, g, beta = (
         x.transpose(1, 2) for x in _per_value_head(q_BTGK, k_BTGK, v_BTHV, g_BTHK, beta_BTH, S_BHVK.dtype)
