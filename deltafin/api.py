@@ -53,7 +53,7 @@ def load(name_or_path: str | Path = "nano", *, dtype: str = "float32", threads: 
             f"there is no model folder {str(name_or_path)!r}", "give the folder of a Hugging Face snapshot, or nano"
         )
     store = Snapshot(path)
-    if threads is None and store.totals()["bytes"] < SMALL:
+    if threads is None and store.totals["bytes"] < SMALL:
         threads = 1
     if threads is not None:
         torch.set_num_threads(threads)
@@ -92,7 +92,7 @@ class Model:
     def info(self) -> dict[str, Any]:
         """Return what the model is and how it runs here, in the order it is shown. Sizes are bytes."""
         layers = self.config.layers
-        totals = self._store.totals()
+        totals = self._store.totals
         moe = next((layer.ffn for layer in layers if isinstance(layer.ffn, MoE)), None)
         table = self.decoder.blocks[0].ops
         replaced = list(ops.overrides(table))

@@ -102,7 +102,9 @@ def read_header(path: Path, file: int = 0) -> dict[str, Entry]:
 class Snapshot:
     """A folder as the hub publishes it, seen through its family: read our tensors by our names.
 
-    Raises ``CheckpointError`` or ``ConfigError`` when the folder is not a complete, consistent model.
+    ``totals`` counts parameters, bytes, and of these the bytes of routed experts and of scales; ``skipped`` counts the
+    tensors of parts that a text model does not run. Raises ``CheckpointError`` or ``ConfigError`` when the folder is
+    not a complete, consistent model.
     """
 
     def __init__(self, path: Path) -> None:
@@ -124,9 +126,11 @@ class Snapshot:
             for i, layer in enumerate(self.config.layers)
             if isinstance(layer.ffn, MoE)
         }
-        self.skipped = self._account()
+        self.skipped = Counter[str]()
+        self.totals = Counter[str]()
+        self._account()
         self._maps: dict[int, Tensor] = {}
-        if self._scale_bytes() <= CHECKED_AT_ONCE:
+        if self.totals["scale bytes"] <= CHECKED_AT_ONCE:
             for layer, (moe, _) in self._experts.items():
                 for x in range(moe.experts):
                     self.expert(layer, x)
@@ -158,33 +162,28 @@ class Snapshot:
         for file in self.files:
             with file.open("rb") as f:
                 size = f.seek(0, 2)
-                for at in {0, max(0, size // 2), max(0, size - (1 << 16))}:
+                for at in sorted({0, size // 2, max(0, size - (1 << 16))}):
                     f.seek(at)
                     digest.update(f.read(1 << 16))
         return digest.hexdigest()
 
-    def totals(self) -> dict[str, int]:
-        """Count what the text model uses: parameters and bytes, in all and of its routed experts."""
-        counts = Counter[str]()
-        for name, e in self.entries.items():
-            if self.family.skipped(name, self.raw) is None:
-                scale = name.endswith(".weight_scale")
-                parameters = 0 if scale else math.prod(e.shape) * (2 if name.endswith(".weight_packed") else 1)
-                for group in ("", "expert ") if ".experts." in name else ("",):
-                    counts[f"{group}parameters"] += parameters
-                    counts[f"{group}bytes"] += e.stop - e.start
-        return dict(counts)
-
     def _shards(self) -> list[Path]:
-        """Return the safetensors files; name all that are missing at once."""
-        index, present = self.path / "model.safetensors.index.json", sorted(self.path.glob("*.safetensors"))
+        """Return the files that hold the model: what an index lists, or ``model.safetensors``, or all there are.
+
+        All that are missing are named at once; without an index, numbered names tell how many there should be.
+        """
+        index, single = self.path / "model.safetensors.index.json", self.path / "model.safetensors"
         if index.exists():
             weight_map = read_json(index).get("weight_map")
             if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
                 raise CheckpointError(f"{index} has no weight_map", "fetch the file again")
-            needed = {f for name, f in weight_map.items() if self.family.skipped(name, self.raw) is None}
-            listed = sorted(needed | {f for f in weight_map.values() if (self.path / f).exists()})
+            present = {f for f in set(weight_map.values()) if (self.path / f).exists()}
+            absent = ((name, f) for name, f in weight_map.items() if f not in present)
+            listed = sorted(present | {f for name, f in absent if self.family.skipped(name, self.raw) is None})
+        elif single.exists():
+            listed = [single.name]
         else:
+            present = sorted(self.path.glob("*.safetensors"))
             numbered = (re.fullmatch(r"(.*-)(\d+)(-of-0*(\d+)\.safetensors)", p.name) for p in present)
             expected = {f"{m[1]}{i:0{len(m[2])}}{m[3]}" for m in numbered if m for i in range(1, int(m[4]) + 1)}
             listed = sorted(expected | {p.name for p in present})
@@ -197,8 +196,8 @@ class Snapshot:
             raise CheckpointError(f"{self.path} has no *.safetensors file", "deltafin reads safetensors checkpoints")
         return [self.path / name for name in listed]
 
-    def _account(self) -> dict[str, int]:
-        """Check that every tensor of ours has its sources and every stored tensor a use; return what is skipped."""
+    def _account(self) -> None:
+        """Check that every tensor of ours has its sources and every stored tensor a use; count what is found."""
         used, missing = set[str](), list[str]()
         for part in parts(self.config):
             for source in (source for name in part.names() for source in self.rules[name].sources):
@@ -222,16 +221,21 @@ class Snapshot:
             raise CheckpointError(
                 f"{self.path} lacks {', '.join(missing[:3])}{more}", "the files do not belong to this config.json"
             )
-        skipped = Counter[str]()
-        for name in sorted(self.entries.keys() - used):
+        for name, e in self.entries.items():
+            if name in used:
+                scale, packed = name.endswith(".weight_scale"), name.endswith(".weight_packed")
+                self.totals["parameters"] += 0 if scale else math.prod(e.shape) * (1 + packed)
+                self.totals["bytes"] += e.stop - e.start
+                self.totals["expert bytes"] += (e.stop - e.start) * (".experts." in name)
+                self.totals["scale bytes"] += (e.stop - e.start) * scale
+                continue
             group = self.family.skipped(name, self.raw)
             if group is None:
                 raise CheckpointError(
-                    f"{name} in {self.files[self.entries[name].file]} has no place in this model",
+                    f"{name} in {self.files[e.file]} has no place in this model",
                     "a tensor that is not understood could change what the model says, so it is not passed over",
                 )
-            skipped[group] += 1
-        return dict(skipped)
+            self.skipped[group] += 1
 
     def _check_expert(self, names: tuple[str, ...], shape: Shape, layer: int, x: int) -> None:
         rows, columns = shape
@@ -274,9 +278,6 @@ class Snapshot:
                 self._maps[e.file] = torch.frombuffer(mapped, dtype=torch.uint8)
         part, dtype = self._maps[e.file][e.start : e.stop], DTYPES[e.dtype]
         return (part.clone() if e.start % dtype.itemsize else part).view(dtype).view(e.shape)
-
-    def _scale_bytes(self) -> int:
-        return sum(e.stop - e.start for name, e in self.entries.items() if name.endswith(".weight_scale"))
 
 
 def _dense(weight: Weight) -> Tensor:
