@@ -23,6 +23,7 @@ class Document:
 
     text: str | None = None
     messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
     kind: str = "text"
 
 
@@ -62,7 +63,7 @@ class Score:
 def read_documents(path: str | Path) -> list[Document]:
     """Read a UTF-8 text file as one document, or a ``.jsonl`` file with a document a line.
 
-    A line is ``{"text": ...}`` or ``{"messages": [...]}``, either with an optional ``"kind"``.
+    A line is ``{"text": ...}``, or ``{"messages": [...]}`` perhaps with ``"tools"``; either may name its ``"kind"``.
     """
     path = Path(path)
     try:
@@ -84,7 +85,7 @@ def _document(line: str, where: str) -> Document:
     if isinstance(row, dict) and isinstance(row.get("text"), str):
         return Document(text=row["text"], kind=str(row.get("kind", "text")))
     if isinstance(row, dict) and isinstance(row.get("messages"), list):
-        return Document(messages=row["messages"], kind=str(row.get("kind", "chat")))
+        return Document(messages=row["messages"], tools=row.get("tools"), kind=str(row.get("kind", "chat")))
     raise UsageError(f'{where} has neither "text" nor "messages"')
 
 
@@ -124,6 +125,8 @@ def evaluate(
                 if progress:
                     progress(done + start + read, total)
         done += len(ids)
+        if progress:
+            progress(done, total)
     return [*scores.values(), everything] if len(scores) > 1 else list(scores.values())
 
 
@@ -145,7 +148,7 @@ def _tokens(model: Model, d: Document) -> tuple[list[int], list[bool]]:
         ids = model.tokenizer.encode(d.text or "")
         return ids, [False] * len(ids)
     thinking = any(m.get("reasoning_content") or m.get("reasoning") for m in d.messages)
-    encode = partial(model.chat_format.encode, thinking=thinking, effort=None)
+    encode = partial(model.chat_format.encode, tools=d.tools, thinking=thinking, effort=None)
     ids = encode(d.messages, generate=False)
     spoken = [False] * len(ids)
     for i, message in enumerate(d.messages):

@@ -201,3 +201,16 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
     for name in ("latin.txt", "folder"):
         with pytest.raises(UsageError, match=f"{name} cannot be read"):
             read_documents(tmp_path / name)
+
+
+def test_tools_are_part_of_a_document_and_progress_ends_at_the_end(nano, tmp_path):
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
+    rows = [{"messages": messages}, {"messages": messages, "tools": tools}]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+    seen = []
+    plain, offered = (evaluate(nano, [d], progress=lambda *at: seen.append(at))[0] for d in read_documents(path))
+    assert offered.tokens > plain.tokens
+    assert offered.assistant_tokens == plain.assistant_tokens
+    assert [done for done, total in seen if done == total]
