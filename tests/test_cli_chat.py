@@ -521,3 +521,15 @@ def test_styles():
 def test_plain_and_columns():
     assert plain("a\x1b[31mb\r\n\tc") == "a[31mb\n\tc"
     assert columns([("a", 1), ("bcd", 22)], right=[1]) == "a     1\nbcd  22"
+
+
+@pytest.mark.parametrize("name", ["nano", "toy"])
+def test_the_first_screen_says_what_the_model_is_and_nano_suggests_three_things(name, capsys):
+    model = FakeModel()
+    model.name = name
+    Talk(model, GREEDY, terminal=True).loop(lines())
+    shown = capsys.readouterr().err
+    assert "/help lists the commands." in shown
+    assert ("1,234,567 parameters" in shown) == (name == "toy")
+    suggestions = [line for line in shown.splitlines() if line.startswith("  ")]
+    assert len(suggestions) == (3 if name == "nano" else 0)

@@ -84,7 +84,7 @@ def test_the_grader_asks_the_model(nano):
     assert list(nano_scores.grade(nano, rows)) == [True]
     assert list(nano_scores.grade(nano, [rows[0] | {"answer": "1"}])) == [False]
     assert {task: len(rows) for task, rows in nano_scores.prompts(["math", "passkey"], 3).items()} == {
-        task: 3 for task in ("math", "passkey-500", "passkey-2000", "passkey-5000", "passkey-10000")
+        task: 3 for task in ("math", "math-thinking", *(f"passkey-{n}" for n in (500, 2000, 5000, 10000)))
     }
 
 

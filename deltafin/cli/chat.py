@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from deltafin.sampling import Sampler
 
 NANO = "Nano is a 17M-parameter demonstration model; it likes stories, sums and questions about Saltmere."
+TRY = """Try:
+  Tell me a story about a fox and a lantern.
+  What is 347 + 285?
+  What pet does Owen have?
+"""
 
 
 @dataclass
@@ -90,7 +95,8 @@ class Talk:
         if self.terminal:
             facts = self.model.info()
             other = f"{self.model.name}: {facts['family']}, {facts['parameters']:,} parameters."
-            self.note((NANO if self.model.name == "nano" else other) + " /help lists the commands.\n")
+            self.note((NANO if self.model.name == "nano" else other) + " /help lists the commands.")
+            self.note(TRY if self.model.name == "nano" else "")
 
     def turn(self, text: str) -> bool:
         """Do a command or answer a message; true when the command was to leave."""

@@ -1,0 +1,1 @@
+"""How the embedded model is trained; not part of the installed package."""
