@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from training import data
-from training.model import K3, SOUND, Config, Layout, eager_pieces
+from training.model import K3, SOUND, Config, Layout, eager_pieces, load_checkpoint
 from training.optim import Optimiser, Recipe
 
 WARMUP = 150  # steps, and again after a resumption without the optimiser's state
@@ -304,7 +304,7 @@ def main() -> None:
     p.add_argument("--began", type=float, default=time.time(), help="Unix time the clock started")
     p.add_argument("--finish", action="store_true", help="run the plan to its end within --seconds, shortening it")
     p.add_argument("--out", help="folder for a bfloat16 copy of the weights at the end")
-    p.add_argument("--resume", help="start from such a copy when --state is empty")
+    p.add_argument("--resume", help="when --state is empty, start from such a copy or from an exported model")
     p.add_argument("--recipe", default="{}", help="JSON of Recipe fields to change")
     p.add_argument("--context", type=float, default=1.0, help="weight of what others say, before the chat stage")
     p.add_argument("--bias-rate", type=float, default=1e-3)
@@ -336,8 +336,11 @@ def main() -> None:
     model = K3(Config(**json.loads(a.config)))
     progress = {"tokens": 0, "step": 0, "done": 0.0, "warm": 0, "cursors": {}}
     if not path.exists() and a.resume:
-        model, progress = read_copy(a.resume)
-        progress["warm"] = 0  # the optimiser's state is gone: warm up again
+        if (Path(a.resume) / "progress.json").exists():
+            model, progress = read_copy(a.resume)
+            progress["warm"] = 0  # the optimiser's state is gone: warm up again
+        else:
+            model = load_checkpoint(a.resume)
     model.compute = torch.bfloat16 if cuda else torch.float32
     model = model.to(a.device)
     optimiser = Optimiser(model, Recipe(**json.loads(a.recipe)))
