@@ -36,11 +36,6 @@ class MXFP4:
         """The shape of the matrix that is packed."""
         return torch.Size([*self.codes.shape[:-1], self.codes.shape[-1] * 2])
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of codes and scales."""
-        return self.codes.nbytes + self.scales.nbytes
-
     def unpack(self, dtype: torch.dtype) -> Tensor:
         """Every value, exactly: in float32 and float64 always, in bfloat16 for scales 1 to 252."""
         pairs, scales = _TABLES[torch.float64 if dtype == torch.float64 else torch.float32]
