@@ -30,7 +30,7 @@ VOCABULARY = Path(__file__).resolve().parents[1] / "deltafin" / "nano"
 NATURAL_KINDS = ("book", "story_qa", "barista")  # kinds in heldout.txt
 
 # Row length; share of tokens by source; weights of synthetic tasks against the generator's own; sizes in characters
-# for the two search tasks (its own if absent); whether user turns are roughened.
+# for the two search tasks (its own if absent); whether user turns are roughened; how often strongly (``roughen``).
 STAGES = {
     "short": {
         "length": 1024,
@@ -55,9 +55,47 @@ STAGES = {
         "sizes": [500, 1500, 3000, 6000, 10000, 14000, 20000, 26000],
         "noise": True,
     },
+    # After all others, for what was weakest: who is where, lists of words, and openings as people type them.
+    "polish": {
+        "length": 8192,
+        "share": {"synthetic": 0.88, "books": 0.09, "fairytales": 0.01, "talk": 0.02},
+        "tasks": {"story_text": 0, "define": 0.5, "world": 1.5, "school": 1.5, "maths": 2, "ops": 3.5, "track": 16}
+        | {"talk": 2, "list": 3, "storyqa": 1.5, "needle": 2, "passkey": 2, "tool": 2, "fallback": 3},
+        "sizes": [500, 1500, 3000, 6000, 10000, 14000, 20000, 26000],
+        "noise": True,
+        "rough": 0.35,
+    },
     # The first stage without the copying of random words, for comparison.
     "nocopy": {"length": 1024, "share": {"synthetic": 0.84, "books": 0.11, "fairytales": 0.04, "talk": 0.01}},
 }
+
+
+# Tasks whose user turns may be strongly roughened, and whether words may be misspelt: not where they are the matter.
+ROUGH = {"talk": True, "school": True, "fallback": True, "story": False, "world": False, "ops": False, "maths": False}
+CLIPPED = {"you": "u", "are": "r", "your": "ur", "please": "pls", "thanks": "thx", "okay": "k", "hello": "helo"}
+CLIPPED |= {"what is": "whats", "who is": "whos", "i am": "im", "do not": "dont", "tell me": "tel me", "and": "n"}
+
+
+def misspell(word: str, rng: random.Random) -> str:
+    """A word with one slip of the fingers: a letter left out, doubled, or swapped with the next."""
+    i = rng.randrange(len(word) - 1)
+    return word[:i] + rng.choice([word[i + 1 :], word[i] + word[i:], word[i + 1] + word[i] + word[i + 2 :]])
+
+
+def roughen(text: str, rng: random.Random, misspelt: bool = True) -> str:
+    """A short user turn as typed in haste: no capitals, no full stop, words clipped or misspelt."""
+    text = text.lower() if rng.random() < 0.8 else text
+    text = text.rstrip(".?!") if rng.random() < 0.7 else text
+    if not misspelt:
+        return text or "?"
+    for whole, clipped in CLIPPED.items():
+        if rng.random() < 0.4:
+            text = re.sub(rf"\b{whole}\b", clipped, text)
+    words = text.split(" ")
+    plain = [i for i, w in enumerate(words) if len(w) > 3 and w.isalpha() and w.islower()]
+    for i in rng.sample(plain, min(len(plain), rng.choice([0, 0, 1, 1, 2]))):
+        words[i] = misspell(words[i], rng)
+    return " ".join(words) or "?"
 
 
 class Encoder:
@@ -168,6 +206,10 @@ class Source:
                 continue
             if self.stage.get("noise"):
                 document = self.generator.noisy(document, rng)
+            if document["kind"] == "chat" and task in ROUGH and rng.random() < self.stage.get("rough", 0):
+                for message in document["messages"]:
+                    if message["role"] == "user" and len(message["content"]) < 90:
+                        message["content"] = roughen(message["content"], rng, ROUGH[task])
             if document["kind"] == "text":
                 tokens = self.encoder.prose([*self.encoder.text(document["text"]), self.encoder.end])
             else:
