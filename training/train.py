@@ -359,13 +359,14 @@ def main() -> None:
                 say(f"end of {stage}, held out:", show(held.score(model, a.device)))
             stage = stage_at(plan, progress["done"])
             length = data.STAGES[stage]["length"]
-            model.quantised = stage == "chat"
+            talks = data.STAGES[stage].get("noise", False)  # the stages that teach how to answer
+            model.quantised = talks
             rows = Rows(a.data, stage, a.jobs, tuple(progress["cursors"].get(stage, (0, 0))))
             if not (a.eager or compiled):
                 some = Rows(a.data, stage, a.jobs).take(a.micro // length)
                 compile_soundly(model, some, encoder.pad, a.device, say)
                 compiled = True
-            context = 0.0 if stage == "chat" else a.context
+            context = 0.0 if talks else a.context
             source = batches(rows, a.batch // length, min(a.micro, a.batch) // length, encoder.pad, context, cuda)
             mark, marked, waiting, loads = time.time(), 0, 0.0, {}
         asked = time.time()
