@@ -7,7 +7,7 @@ and adversarial; every result is compared as a whole, with the state it leaves b
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from deltafin import ops
 from deltafin.config import Activation, SiLU, SiTU
-from deltafin.model.decoder import FEW, Decoder, forward
-from deltafin.ops import Expert, Ops, reference
+from deltafin.model.decoder import Decoder, forward
+from deltafin.ops import FEW, DeltaState, DeltaWeights, Expert, reference
 from deltafin.quant import MXFP4, pack_mxfp4
 from deltafin.session import Runnable, Session
 
@@ -87,8 +87,8 @@ def implementations() -> Iterator[tuple[str, str, Callable[..., Any]]]:
         },
     }
     tables = [ops.load(name) for name in ops.BACKENDS]
-    for op in (f.name for f in fields(Ops) if f.name != "name"):
-        for name, form in forms.get(op, {"torch": getattr(ops.REFERENCE, op)}).items():
+    for op in (*ops.ROWS, *PARTS):
+        for name, form in forms.get(op, {"torch": getattr(reference, op)}).items():
             yield op, f"{name}, float64", form
             yield op, f"{name}, float32", form
         for table in tables:
@@ -117,22 +117,26 @@ def _worse(row: Row, than: Row) -> bool:
     return not math.isnan(than.relative) and not row.relative <= than.relative
 
 
+PARTS = ("short_conv", "delta_rule")
+"""Parts of an operation that have forms, or faults, of their own."""
+
 TRUTH: dict[str, Callable[..., Any]] = {
-    **{f.name: getattr(ops.REFERENCE, f.name) for f in fields(Ops) if f.name != "name"},
+    **{op: getattr(reference, op) for op in (*ops.ROWS, *PARTS)},
     "delta_rule": reference.delta_rule_recurrent,
     "attention": reference.attention_expanded,
 }
 """What an operation is compared with, in float64."""
 
-STATE = {"short_conv": (2,), "delta_rule": (5,)}
+STATE = {"short_conv": (2,), "delta_rule": (5,), "delta_net": (7,)}
 """Which arguments of an operation are state, and so part of its result."""
 
 
 def result(function: Callable[..., Any], arguments: list[Any], state: Sequence[int]) -> Result:
     """Return everything a call answers, and the arguments that are ``state``; the ones given stay as they were."""
-    arguments = [a.clone() if isinstance(a, Tensor) else a for a in arguments]
+    arguments = [_each(torch.clone, a) for a in arguments]
     out = function(*arguments)
-    return (*(out if isinstance(out, tuple) else (out,)), *(arguments[i] for i in state))
+    answers = (out, *(arguments[i] for i in state))
+    return tuple(t for a in answers for t in (a if isinstance(a, tuple) else (a,)))
 
 
 def compare(got: Result, want: Result) -> tuple[float, float]:
@@ -221,6 +225,49 @@ def _delta_rule_cases(random: torch.Generator) -> Iterator[tuple[str, tuple[Any,
     yield "gate per head, fast", tuple(case(137, 1e-4, 30.0, groups=2, per_channel=False))
 
 
+def _linears_cases(random: torch.Generator) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    for rows in (1, 5, 40):
+        weights = [_normal(random, 40, 96), _normal(random, 7, 96).bfloat16(), pack_mxfp4(_normal(random, 24, 96))]
+        yield f"{rows} rows", (_normal(random, 1, rows, 96), weights)
+
+
+def _gated_cases(random: torch.Generator) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    gate, up, down = _normal(random, 64, 96) / 8, _normal(random, 64, 96) / 8, _normal(random, 96, 64) / 8
+    for rows in (1, 5, 40):
+        x = _normal(random, 1, rows, 96)
+        yield f"{rows} rows, SiLU", (x, gate, up, down, SiLU())
+        yield f"{rows} rows, SiTU, bfloat16", (x, gate.bfloat16(), up.bfloat16(), down.bfloat16(), SiTU())
+        yield f"{rows} rows, MXFP4", (x, pack_mxfp4(gate), pack_mxfp4(up), pack_mxfp4(down), SiTU())
+    yield "saturated", (1000 * _normal(random, 1, 3, 96), gate, up, down, SiTU())
+
+
+def _delta_net_cases(random: torch.Generator) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    def case(tokens: int, floor: float | None, scale: float = 1.0, groups: int = 1, per_channel: bool = True) -> Any:
+        batch, heads, key, value, width = 2, 2, 24, 16, 4
+        keys, all_heads = heads * key, heads * groups
+        values, decays = all_heads * value, all_heads * key if per_channel else all_heads
+        weights = DeltaWeights(
+            *(_normal(random, channels, width) / 2 for channels in (keys, keys, values)),
+            torch.rand(all_heads, generator=random),
+            _normal(random, decays),
+            1 + _normal(random, value) / 4,
+        )
+        state = DeltaState(
+            *(_normal(random, batch, width - 1, channels) for channels in (keys, keys, values)),
+            _normal(random, batch, all_heads, value, key),
+        )
+        inputs = (_normal(random, batch, tokens, c) for c in (keys, keys, values, decays, all_heads, values))
+        return (*(scale * x for x in inputs), weights, state, floor, 1e-5)
+
+    for tokens in (1, 2, 5, 8, 9, 70):
+        yield f"{tokens} tokens, floor", case(tokens, -5.0)
+        yield f"{tokens} tokens, softplus", case(tokens, None)
+    for tokens in (1, 3, 70):
+        yield f"{tokens} tokens, gate per head, grouped value heads", case(tokens, None, 1.0, 3, False)
+        yield f"{tokens} tokens, inputs of tens", case(tokens, -5.0, 30.0)
+        yield f"{tokens} tokens, inputs below epsilon", case(tokens, None, 1e-5)
+
+
 def _attention_cases(random: torch.Generator) -> Iterator[tuple[str, tuple[Any, ...]]]:
     heads, plain, common, value, rank = 3, 12, 6, 10, 20
     for tokens, before in ((1, 0), (1, 1), (1, 200), (3, 5), (8, 64), (9, 0), (33, 31), (70, 0)):
@@ -277,6 +324,9 @@ def _mix_depth_cases(random: torch.Generator) -> Iterator[tuple[str, tuple[Any, 
 
 CASES = {
     "linear": _linear_cases,
+    "linears": _linears_cases,
+    "gated": _gated_cases,
+    "delta_net": _delta_net_cases,
     "rms_norm": _rms_norm_cases,
     "short_conv": _short_conv_cases,
     "delta_rule": _delta_rule_cases,
@@ -287,12 +337,18 @@ CASES = {
 }
 
 
+def _each(function: Callable[[Tensor], Tensor], argument: Any) -> Any:
+    """Apply ``function`` to a tensor, or to all in a list or named tuple; leave anything else."""
+    if isinstance(argument, list):
+        return [_each(function, a) for a in argument]
+    if isinstance(argument, DeltaWeights | DeltaState):
+        return type(argument)(*(function(a) for a in argument))
+    return function(argument) if isinstance(argument, Tensor) else argument
+
+
 def _cast(argument: Any, dtype: torch.dtype) -> Any:
     """Cast what is float32; weights stored in other types stay as they are stored."""
-    if isinstance(argument, list):
-        return [_cast(a, dtype) for a in argument]
-    wanted = isinstance(argument, Tensor) and argument.dtype in (torch.float32, torch.float64)
-    return argument.to(dtype) if wanted else argument
+    return _each(lambda t: t.to(dtype) if t.dtype in (torch.float32, torch.float64) else t, argument)
 
 
 # A model -----------------------------------------------------------------------------------------------------------

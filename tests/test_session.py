@@ -94,7 +94,7 @@ def cut(tokens: list[int], sizes: list[int]) -> list[list[int]]:
 
 def armed(model, op: str, trouble: Callable[[Any, tuple], Any]) -> tuple[Variant, list]:
     """Let the last layer that uses an operation call ``trouble(result, arguments)`` once for each item of a list."""
-    kind = {"delta_rule": "KDA", "attention": "MLA"}.get(op)
+    kind = {"delta_net": "KDA", "attention": "MLA"}.get(op)
     blocks, pending = list(model.decoder.blocks), []
     at = max(i for i, b in enumerate(blocks) if kind in (None, type(b.layer.mixer).__name__))
     original = getattr(blocks[at].ops, op)
@@ -329,7 +329,7 @@ def interrupt(result, arguments):
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("op", ["short_conv", "delta_rule", "attention", "experts", "rms_norm"])
+@pytest.mark.parametrize("op", ["linears", "delta_net", "attention", "experts", "rms_norm"])
 @pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("new", [1, 5, 30])
 def test_an_interrupted_token_leaves_a_session_that_is_whole(small, op, kept, new):
@@ -398,11 +398,11 @@ def spoil_result(result, arguments):
 
 
 def spoil_state(result, arguments):
-    arguments[-1].view(-1)[0] = torch.nan
+    arguments[7].S_BHVK.view(-1)[0] = torch.nan
     return result.fill_(torch.nan)
 
 
-@pytest.mark.parametrize(("op", "trouble"), [("attention", spoil_result), ("delta_rule", spoil_state)])
+@pytest.mark.parametrize(("op", "trouble"), [("attention", spoil_result), ("delta_net", spoil_state)])
 def test_logits_that_are_not_numbers_are_never_sampled_and_leave_nothing_behind(small, op, trouble):
     expected = list(fed(small, IDS[:10]).generate(Sampler(), 6))
     model, pending = armed(small, op, trouble)

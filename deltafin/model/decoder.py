@@ -9,7 +9,7 @@ from torch import Tensor
 
 from deltafin.config import Layer, ModelConfig
 from deltafin.model import FEED_FORWARDS, MIXERS, kda, mla, residual
-from deltafin.ops import Ops
+from deltafin.ops import FEW, Ops
 from deltafin.ops.reference import wide
 from deltafin.weights import Weight, specs, weight
 
@@ -87,9 +87,6 @@ class Decoder:
 
 Stream = residual.Sum | residual.Mixture
 
-FEW = 8
-"""Up to this many tokens in a call are decoding; more are prefill."""
-
 
 def advance(m: Decoder, state: list[State], tokens_BT: Tensor) -> Iterator[Stream]:
     """Advance ``state`` by T tokens, layer by layer; yield the residual stream after every layer."""
@@ -107,9 +104,10 @@ def advance(m: Decoder, state: list[State], tokens_BT: Tensor) -> Iterator[Strea
 def forward(m: Decoder, state: list[State], tokens_BT: Tensor, last: int = 1) -> Tensor:
     """Advance ``state`` by T tokens; return the logits after the ``last`` of them, [B, last, Z] in float32 or wider.
 
-    Decode is row-invariant: up to ``FEW`` tokens are read one by one, so several at once give the same bits.
+    Decode is row-invariant: up to ``FEW`` tokens at once give the same bits as one by one, and are read so where an
+    operation cannot promise that.
     """
-    if 1 < tokens_BT.shape[1] <= FEW:
+    if 1 < tokens_BT.shape[1] <= FEW and not all(b.ops.together for b in m.blocks):
         return torch.cat([forward(m, state, token) for token in tokens_BT.split(1, 1)], 1)[:, -last:]
     *_, stream = advance(m, state, tokens_BT)
     ops = m.blocks[-1].ops

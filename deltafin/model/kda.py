@@ -2,15 +2,14 @@
 
 import copy
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Self
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from deltafin import config
-from deltafin.ops import Ops
-from deltafin.ops.reference import wide
+from deltafin.ops import DeltaState, DeltaWeights, Ops
 from deltafin.weights import Weight, weight
 
 
@@ -34,6 +33,18 @@ class Weights:
     gate_up: Weight | None = weight("H*V O", when=lambda c: c.gate_rank is not None)
     norm: Tensor = weight("V", float32=True)
     out: Weight = weight("D H*V")
+
+    @cached_property
+    def first(self) -> tuple[Weight, ...]:
+        """The projections that read the layer's input: queries, keys, values, beta, decay, gate."""
+        gate = self.gate_down if self.gate is None else self.gate
+        assert gate is not None
+        return (self.q, self.k, self.v, self.beta, self.decay_down, gate)
+
+    @cached_property
+    def between(self) -> DeltaWeights:
+        """What stands between the projections."""
+        return DeltaWeights(self.q_conv, self.k_conv, self.v_conv, self.decay_log, self.decay_bias, self.norm)
 
 
 @dataclass
@@ -61,6 +72,11 @@ class State:
         """Everything worth saving, by name."""
         return {"q_tail": self.q_tail, "k_tail": self.k_tail, "v_tail": self.v_tail, "S_BHVK": self.S_BHVK}
 
+    @property
+    def parts(self) -> DeltaState:
+        """The tensors as the operation takes them."""
+        return DeltaState(self.q_tail, self.k_tail, self.v_tail, self.S_BHVK)
+
     def keep(self) -> Self:
         """Return a copy that later tokens do not change: all of it is rewritten at every step."""
         return copy.deepcopy(self)
@@ -74,25 +90,11 @@ class State:
         self.length = length
 
 
-def log_decay(c: config.KDA, z_BTC: Tensor, decay_log: Tensor, decay_bias: Tensor) -> Tensor:
-    """Return g_BTHK, at most 0, in float32 or wider, from the raw projection [B, T, H * K].
-
-    With a floor: ``floor * sigmoid(exp(A) (z + bias))`` (Kimi K3). Without: ``-exp(A) softplus(z + bias)`` (Kimi
-    Linear). The bias is per channel and added first; A is per head.
-    """
-    z = (wide(z_BTC) + decay_bias).unflatten(-1, (c.heads, c.key_dim))
-    speed = decay_log.to(z.dtype).exp().unsqueeze(-1)
-    return -speed * F.softplus(z) if c.decay_floor is None else c.decay_floor * torch.sigmoid(speed * z)
-
-
 def forward(c: config.KDA, w: Weights, s: State, x_BTD: Tensor, eps: float, ops: Ops) -> Tensor:
     """Advance ``s`` by T tokens and return what the layer adds to the residual stream, BTD."""
-    q = ops.short_conv(ops.linear(x_BTD, w.q), w.q_conv, s.q_tail).unflatten(-1, (c.heads, c.key_dim))
-    k = ops.short_conv(ops.linear(x_BTD, w.k), w.k_conv, s.k_tail).unflatten(-1, (c.heads, c.key_dim))
-    v = ops.short_conv(ops.linear(x_BTD, w.v), w.v_conv, s.v_tail).unflatten(-1, (c.heads, c.value_dim))
-    g = log_decay(c, ops.linear(ops.linear(x_BTD, w.decay_down), w.decay_up), w.decay_log, w.decay_bias)
-    beta = torch.sigmoid(wide(ops.linear(x_BTD, w.beta)))
-    o_BTHV = ops.rms_norm(ops.delta_rule(q, k, v, g, beta, s.S_BHVK), w.norm, eps)
-    gate = ops.linear(x_BTD, w.gate) if c.gate_rank is None else ops.linear(ops.linear(x_BTD, w.gate_down), w.gate_up)
+    q, k, v, beta, decay, gate = ops.linears(x_BTD, w.first)
+    decay = ops.linear(decay, w.decay_up)
+    gate = gate if w.gate_up is None else ops.linear(gate, w.gate_up)
+    o_BTC = ops.delta_net(q, k, v, decay, beta, gate, w.between, s.parts, c.decay_floor, eps)
     s.length += x_BTD.shape[1]
-    return ops.linear((o_BTHV.flatten(2) * torch.sigmoid(wide(gate))).to(x_BTD.dtype), w.out)
+    return ops.linear(o_BTC, w.out)

@@ -1,6 +1,7 @@
 """Multi-head latent attention without rotation: weights, state and forward."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Self
 
 import torch
@@ -28,6 +29,12 @@ class Weights:
     latent_up: Weight = weight("H*P+H*V R")
     gate: Weight | None = weight("H*V D", when=lambda c: c.gate)
     out: Weight = weight("D H*V")
+
+    @cached_property
+    def first(self) -> tuple[Weight, ...]:
+        """The projections that read the layer's input: queries (or their first half), latent, and gate if any."""
+        every = (self.q if self.q_down is None else self.q_down, self.latent_down, self.gate)
+        return tuple(w for w in every if w is not None)
 
 
 @dataclass
@@ -89,17 +96,16 @@ def forward(c: config.MLA, w: Weights, s: State, x_BTD: Tensor, eps: float, ops:
 
     The two inner norms have the epsilon of their own class (``c.eps``), not the model's.
     """
-    if c.query_rank is None:
-        q = ops.linear(x_BTD, w.q)
-    else:
-        q = ops.linear(ops.rms_norm(ops.linear(x_BTD, w.q_down), w.q_norm, c.eps), w.q_up)
-    latent, shared = ops.linear(x_BTD, w.latent_down).split([c.latent_rank, c.shared_dim], -1)
+    q, latent_shared, *gate = ops.linears(x_BTD, w.first)
+    if w.q_up is not None:
+        q = ops.linear(ops.rms_norm(q, w.q_norm, c.eps), w.q_up)
+    latent, shared = latent_shared.split([c.latent_rank, c.shared_dim], -1)
     s.append(ops.rms_norm(latent, w.latent_norm, c.eps), shared)
     cache = s.tensors()
     o_BTHV = ops.attention(
         q.unflatten(-1, (c.heads, -1)), cache["latent_BSR"], cache["shared_BSJ"], w.latent_up, c.value_dim
     )
     o_BTC = o_BTHV.flatten(2)
-    if c.gate:
-        o_BTC = (wide(o_BTC) * torch.sigmoid(wide(ops.linear(x_BTD, w.gate)))).to(x_BTD.dtype)
+    if gate:
+        o_BTC = (wide(o_BTC) * torch.sigmoid(wide(gate[0]))).to(x_BTD.dtype)
     return ops.linear(o_BTC, w.out)

@@ -5,9 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from deltafin import config
-from deltafin.config import Activation
 from deltafin.ops import Ops
-from deltafin.ops.reference import activate
 from deltafin.weights import Weight, weight
 
 
@@ -22,9 +20,4 @@ class Weights:
 
 def forward(c: config.MLP, w: Weights, x_BTD: Tensor, eps: float, ops: Ops) -> Tensor:
     """Return what the layer adds to the residual stream, BTD."""
-    return gated(x_BTD, w.gate, w.up, w.down, c.activation, ops)
-
-
-def gated(x: Tensor, gate: Weight, up: Weight, down: Weight, activation: Activation, ops: Ops) -> Tensor:
-    """Return ``down(activation(gate x, up x))``."""
-    return ops.linear(activate(ops.linear(x, gate), ops.linear(x, up), activation), down)
+    return ops.gated(x_BTD, w.gate, w.up, w.down, c.activation)

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from deltafin import config
 from deltafin.config import Activation
-from deltafin.model.mlp import gated
 from deltafin.ops import Ops
 from deltafin.weights import Weight, weight
 
@@ -50,5 +49,5 @@ def forward(c: config.MoE, w: Weights, x_BTD: Tensor, eps: float, ops: Ops) -> T
     if w.latent_up is not None:
         y = ops.linear(y, w.latent_up)
     if w.shared_gate is not None and w.shared_up is not None and w.shared_down is not None:
-        y = y + gated(x_ND, w.shared_gate, w.shared_up, w.shared_down, c.activation, ops)
+        y = y + ops.gated(x_ND, w.shared_gate, w.shared_up, w.shared_down, c.activation)
     return y.view_as(x_BTD)

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 
 from deltafin.ops import reference
-from deltafin.ops.reference import Expert
+from deltafin.ops.reference import DeltaState, DeltaWeights, Expert
 
-__all__ = ["BACKENDS", "REFERENCE", "Expert", "Ops", "load", "overrides"]
+__all__ = ["BACKENDS", "FEW", "REFERENCE", "ROWS", "DeltaState", "DeltaWeights", "Expert", "Ops", "load", "overrides"]
 
 
 @dataclass(frozen=True)
@@ -20,16 +20,25 @@ class Ops:
 
     name: str
     linear: Callable = reference.linear
+    linears: Callable = reference.linears
     rms_norm: Callable = reference.rms_norm
-    short_conv: Callable = reference.short_conv
-    delta_rule: Callable = reference.delta_rule
+    delta_net: Callable = reference.delta_net
     attention: Callable = reference.attention
     route: Callable = reference.route
     experts: Callable = reference.experts
+    gated: Callable = reference.gated
     mix_depth: Callable = reference.mix_depth
+    together: bool = False
+    """Whether a few tokens in one call give the same bits as one after the other."""
 
+
+FEW = 8
+"""Up to this many tokens in a call are decoding; more are prefill."""
 
 REFERENCE = Ops("torch")
+
+ROWS = tuple(f.name for f in fields(Ops) if callable(f.default))
+"""Names of the operations."""
 
 BACKENDS = {"torch": "deltafin.ops", "numba": "deltafin.cpu_kernels", "triton": "deltafin.gpu_kernels"}
 """Where each backend's table is found."""
@@ -42,6 +51,6 @@ def load(name: str) -> Ops:
 
 def overrides(ops: Ops) -> Iterator[str]:
     """Names of the rows in which ``ops`` differs from the reference."""
-    for f in fields(Ops):
-        if f.name != "name" and getattr(ops, f.name) is not getattr(REFERENCE, f.name):
-            yield f.name
+    for row in ROWS:
+        if getattr(ops, row) is not getattr(REFERENCE, row):
+            yield row

@@ -63,6 +63,11 @@ def _dense(weight: Tensor | MXFP4, start: int, stop: int, dtype: torch.dtype) ->
     return weight[start:stop].to(dtype)
 
 
+def linears(x: Tensor, weights: Sequence[Tensor | MXFP4]) -> tuple[Tensor, ...]:
+    """Return ``linear(x, w)`` for each of several weights that share an input."""
+    return tuple(linear(x, weight) for weight in weights)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return ``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, in x's type."""
     y = wide(x)
@@ -192,6 +197,67 @@ def _decayed_products(q: Tensor, k: Tensor, G: Tensor) -> tuple[Tensor, Tensor]:
     return P, A
 
 
+class DeltaWeights(NamedTuple):
+    """What a delta-rule layer applies between its projections; all float32.
+
+    Convolutions [C, W] of queries, keys and values; ``decay_log`` [H] and ``decay_bias`` [H * K], or [H] where the
+    decay is one number a head; ``norm`` [V] of the output.
+    """
+
+    q_conv: Tensor
+    k_conv: Tensor
+    v_conv: Tensor
+    decay_log: Tensor
+    decay_bias: Tensor
+    norm: Tensor
+
+
+class DeltaState(NamedTuple):
+    """What a delta-rule layer remembers: the last inputs of its convolutions [B, W - 1, C], and the matrix."""
+
+    q_tail: Tensor
+    k_tail: Tensor
+    v_tail: Tensor
+    S_BHVK: Tensor
+
+
+def log_decay(z: Tensor, decay_log_H: Tensor, decay_bias: Tensor, floor: float | None) -> Tensor:
+    """Return the log-decay, at most 0, in float32 or wider: [.., H, K], or [.., H, 1] where z has one number a head.
+
+    With a floor: ``floor * sigmoid(exp(A) (z + bias))`` (Kimi K3). Without: ``-exp(A) softplus(z + bias)`` (Kimi
+    Linear, gated DeltaNet). The bias is added first; A is per head.
+    """
+    z = (wide(z) + decay_bias).unflatten(-1, (len(decay_log_H), -1))
+    speed = decay_log_H.to(z.dtype).exp().unsqueeze(-1)
+    return -speed * F.softplus(z) if floor is None else floor * torch.sigmoid(speed * z)
+
+
+def delta_net(
+    q_BTC: Tensor,
+    k_BTC: Tensor,
+    v_BTC: Tensor,
+    decay_BTC: Tensor,
+    beta_BTH: Tensor,
+    gate_BTC: Tensor,
+    w: DeltaWeights,
+    s: DeltaState,
+    floor: float | None,
+    eps: float,
+) -> Tensor:
+    """Advance a delta-rule layer by T tokens, all between its projections; return [B, T, H V] in the input's type.
+
+    Short convolutions with SiLU, decay, write strength, the delta rule, the norm of a head's output, and the output
+    gate. All inputs are raw projections; the state is updated in place. ``floor``: see ``log_decay``.
+    """
+    heads, key = s.S_BHVK.shape[1], s.S_BHVK.shape[3]
+    q = short_conv(q_BTC, w.q_conv, s.q_tail).unflatten(-1, (-1, key))
+    k = short_conv(k_BTC, w.k_conv, s.k_tail).unflatten(-1, (-1, key))
+    v = short_conv(v_BTC, w.v_conv, s.v_tail).unflatten(-1, (heads, -1))
+    g = log_decay(decay_BTC, w.decay_log, w.decay_bias, floor)
+    o_BTHV = rms_norm(delta_rule(q, k, v, g, torch.sigmoid(wide(beta_BTH)), s.S_BHVK), w.norm, eps)
+    return (o_BTHV.flatten(2) * torch.sigmoid(wide(gate_BTC))).to(q_BTC.dtype)
+
+
 def attention(q_BTHC: Tensor, latent_BSR: Tensor, shared_BSJ: Tensor, up: Tensor | MXFP4, value_dim: int) -> Tensor:
     """Attend causally from the last T of S cached positions; return BTHV in the query's type.
 
@@ -273,6 +339,11 @@ def activate(gate: Tensor, up: Tensor, kind: Activation) -> Tensor:
         a = kind.gate_limit * torch.tanh(a / kind.gate_limit) * torch.sigmoid(a)
         return (a * (kind.up_limit * torch.tanh(b / kind.up_limit))).to(gate.dtype)
     return (F.silu(a) * b).to(gate.dtype)
+
+
+def gated(x: Tensor, gate: Tensor | MXFP4, up: Tensor | MXFP4, down: Tensor | MXFP4, kind: Activation) -> Tensor:
+    """Return ``down(activate(gate x, up x))``: a gated feed-forward."""
+    return linear(activate(linear(x, gate), linear(x, up), kind), down)
 
 
 def experts(
