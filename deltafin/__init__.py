@@ -10,9 +10,11 @@ if TYPE_CHECKING:
     from deltafin.sampling import Sampler
     from deltafin.session import Session
 
-# Threads that wait by spinning starve each other as soon as the machine has other work: ten times slower was measured.
-# Read by the thread pool of torch when torch is imported; a choice of the user's stays.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# How long a thread that waits for work spins before it sleeps, in turns of some hundredths of a microsecond: longer
+# than the gap between two operations, shorter than would starve another program, or the other of the two thread pools in
+# this process. Read when torch and Numba are imported; a choice of the user's stays.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "4000")
 
 __version__ = "0.1.0"
 __all__ = ["Conversation", "DeltafinError", "Model", "Sampler", "Session", "__version__", "load"]

@@ -1,7 +1,7 @@
 """The public face: load a model, generate, talk, save and resume."""
 
 import time
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from deltafin import ops
+from deltafin import machine, ops
 from deltafin.chat import ChatFormat, chat_format
 from deltafin.config import KDA, ModelConfig, MoE
 from deltafin.errors import ChatError, UsageError
@@ -29,22 +29,34 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 SMALL = 100 << 20
 """Bytes of weights below which a second thread is not worth waking: the products are over before it has begun."""
 
+BACKENDS = ("auto", "numba", "reference")
+
 EMBEDDED = Path(__file__).parent / "nano"
 
 
-def load(name_or_path: str | Path = "nano", *, dtype: str = "float32", threads: int | None = None) -> "Model":
+def load(
+    name_or_path: str | Path = "nano",
+    *,
+    dtype: str = "float32",
+    threads: int | None = None,
+    backend: str = "auto",
+    progress: Callable[[str], None] | None = None,
+) -> "Model":
     """Open a model: ``"nano"``, the one that ships with deltafin, or the folder of a Hugging Face snapshot.
 
     Weights are read in place and keep the precision they are stored in. ``dtype`` is the type of the activations:
     ``"float32"`` (default; exact for bfloat16 and MXFP4 weights up to the rounding of sums), ``"bfloat16"`` as the
-    model's makers run it, or ``"float64"`` for proofs. ``threads`` is how many CPU threads torch uses in this
-    process (default: one for a small model, else as torch decides).
+    model's makers run it, or ``"float64"`` for proofs. ``threads`` is how many CPU threads this process uses (default:
+    one for a small model, else the physical cores). ``backend`` is ``"numba"`` (what ``"auto"`` means so far) or
+    ``"reference"``, plain torch. ``progress`` is called with one line before anything that takes long.
 
     Raises ``CheckpointError`` or ``ConfigError`` naming what is wrong with the files, ``UsageError`` for an argument
     that cannot work.
     """
     if dtype not in DTYPES:
         raise UsageError(f"dtype {dtype!r} is not supported", f"use {', '.join(DTYPES)}")
+    if backend not in BACKENDS:
+        raise UsageError(f"backend {backend!r} is not supported", f"use {', '.join(BACKENDS)}")
     if threads is not None and threads < 1:
         raise UsageError(f"threads {threads} is not supported", "use 1 or more")
     path = EMBEDDED if str(name_or_path) == "nano" else Path(name_or_path).expanduser()
@@ -53,11 +65,11 @@ def load(name_or_path: str | Path = "nano", *, dtype: str = "float32", threads: 
             f"there is no model folder {str(name_or_path)!r}", "give the folder of a Hugging Face snapshot, or nano"
         )
     store = Snapshot(path)
-    if threads is None and store.totals["bytes"] < SMALL:
-        threads = 1
-    if threads is not None:
-        torch.set_num_threads(threads)
-    return Model(store, ops.REFERENCE, DTYPES[dtype])
+    if threads is None:
+        threads = 1 if store.totals["bytes"] < SMALL else machine.threads()
+    torch.set_num_threads(threads)
+    table = ops.REFERENCE if backend == "reference" else ops.ready("numba", threads, machine.cores(), progress)
+    return Model(store, table, DTYPES[dtype])
 
 
 class Model:

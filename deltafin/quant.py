@@ -72,3 +72,24 @@ def pack_mxfp4(values: Tensor) -> MXFP4:
     code = code + tie  # ... unless its code is odd: round half to even
     code = (code + 8 * torch.signbit(units)).to(torch.uint8).flatten(-2)
     return MXFP4(code[..., 0::2] | code[..., 1::2] << 4, (exponent + 127).to(torch.uint8))
+
+
+@dataclass(frozen=True)
+class Int8:
+    """A matrix of whole numbers with one float32 scale a row: value = code * scale.
+
+    ``codes`` int8 [.., O, I], -127 to 127; ``scales`` float32 [.., O].
+    """
+
+    codes: Tensor
+    scales: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the matrix that is packed."""
+        return self.codes.shape
+
+    def unpack(self, dtype: torch.dtype) -> Tensor:
+        """Every value, in ``dtype``."""
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        return (self.codes.to(wide) * self.scales.to(wide).unsqueeze(-1)).to(dtype)

@@ -1,7 +1,42 @@
-"""Rows of the operation table for CPUs, in Numba. No row is replaced yet: every operation is the torch reference."""
+"""Rows of the operation table for CPUs, in Numba: decoding at the memory's speed, on any CPU that Numba knows.
 
+Kernels take a few rows. Many rows, and float64, go to the plain forms of ``ops.reference``.
+"""
+
+from collections.abc import Callable
 from dataclasses import replace
 
+from deltafin.cpu_kernels import threads
+from deltafin.cpu_kernels.attention import attention
+from deltafin.cpu_kernels.delta import delta_net
+from deltafin.cpu_kernels.experts import experts, gated
+from deltafin.cpu_kernels.linear import linear, linears
+from deltafin.cpu_kernels.small import mix_depth, rms_norm, route
+from deltafin.cpu_kernels.vector import FORM
 from deltafin.ops import REFERENCE
 
-OPS = replace(REFERENCE, name="numba")
+OPS = replace(
+    REFERENCE,
+    name="numba",
+    linear=linear,
+    linears=linears,
+    rms_norm=rms_norm,
+    delta_net=delta_net,
+    attention=attention,
+    route=route,
+    experts=experts,
+    gated=gated,
+    mix_depth=mix_depth,
+    together=True,
+)
+
+
+def prepare(count: int, cores: list[int], progress: Callable[[str], None] | None = None) -> None:
+    """Use ``count`` threads, on ``cores`` if they are as many; compile what was never compiled on this machine."""
+    from deltafin.cpu_kernels import warm
+
+    if warm.missing():
+        if progress:
+            progress("compiling kernels for this CPU (once, up to a minute)")
+        warm.compile_all()
+    threads.use(count, cores)

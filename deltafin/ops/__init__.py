@@ -49,6 +49,13 @@ def load(name: str) -> Ops:
     return REFERENCE if name == "torch" else importlib.import_module(BACKENDS[name]).OPS
 
 
+def ready(name: str, threads: int, cores: list[int], progress: Callable[[str], None] | None = None) -> Ops:
+    """Return the backend ``name``, prepared to run on so many threads (see its ``prepare``)."""
+    backend = importlib.import_module(BACKENDS[name])
+    backend.prepare(threads, cores, progress)
+    return backend.OPS
+
+
 def overrides(ops: Ops) -> Iterator[str]:
     """Names of the rows in which ``ops`` differs from the reference."""
     for row in ROWS:

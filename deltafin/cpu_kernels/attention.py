@@ -1,0 +1,257 @@
+"""Latent attention of a few tokens, in absorbed form: ``attention``.
+
+The query moves into the latent space, the cache is read once as it is, and the values' projection comes last.
+Positions are taken in chunks, chunks in spans; a span has a running softmax of its own, and spans are merged in order.
+Where spans begin depends on the row's context alone, so neither other rows nor threads change a bit.
+"""
+
+import numpy as np
+import torch
+from numba import prange
+from torch import Tensor
+
+from deltafin.cpu_kernels import vector as v
+from deltafin.cpu_kernels.compiling import kernel
+from deltafin.cpu_kernels.linear import (
+    ADDRESS,
+    BF16,
+    F32,
+    HEAD,
+    INT8,
+    KIND,
+    SCALES,
+    STRIDE,
+    describe,
+    dot,
+    prepare,
+    readable,
+)
+from deltafin.cpu_kernels.mathematics import exp
+from deltafin.cpu_kernels.threads import threads
+from deltafin.ops import FEW, reference
+from deltafin.quant import MXFP4, Int8
+
+CHUNK = 64
+"""Positions whose scores are made at a time: their latents fit the second-level cache."""
+
+LEAST, MOST = 4, 32
+"""Chunks of a span, at least; spans of a row, at most."""
+
+TILE = v.HEADS
+
+PARALLEL = 64 << 10
+"""Bytes of cache below which waking a second thread costs more than it saves."""
+
+
+@kernel()
+def spans_of(positions):
+    """In how many spans a context is cut."""
+    chunks = (positions + CHUNK - 1) // CHUNK
+    return max(1, min(MOST, chunks // LEAST))
+
+
+@kernel()
+def _absorb(h, up, plain, value, q, latent, out):
+    """Move head h's queries of all rows into the latent space: own part through the key rows, common part as it is."""
+    rows, channels = q.shape[0], q.shape[2]
+    scale = np.float32(1) / np.sqrt(np.float32(channels))
+    whole = latent & ~15
+    for n in range(rows):
+        y = out[n, h]
+        y[:latent] = 0
+        for p in range(plain):
+            row = h * (plain + value) + p
+            w = up[ADDRESS] + row * up[STRIDE]
+            a = q[n, h, p] * scale
+            if up[KIND] == F32:
+                v.axpy_f32(a, w, y.ctypes.data, whole)
+                for i in range(whole, latent):
+                    y[i] += a * v.peek_f32(w + 4 * i)
+            elif up[KIND] == BF16:
+                v.axpy_bf16(a, w, y.ctypes.data, whole)
+                for i in range(whole, latent):
+                    y[i] += a * v.as_f32(np.uint32(v.peek_u16(w + 2 * i)) << np.uint32(16))
+            else:
+                a *= v.peek_f32(up[SCALES] + 4 * row)
+                v.axpy_int8(a, w, y.ctypes.data, whole)
+                for i in range(whole, latent):
+                    y[i] += a * np.float32(v.peek_i8(w + i))
+        for j in range(channels - plain):
+            y[latent + j] = q[n, h, plain + j] * scale
+
+
+@kernel()
+def _value(kind, row, i):
+    if kind == F32:
+        return v.peek_f32(row + 4 * i)
+    return v.as_f32(np.uint32(v.peek_u16(row + 2 * i)) << np.uint32(16))
+
+
+@kernel()
+def _score(kind, q, stride, first, second, k, out):
+    whole = k & ~15
+    if kind == F32:
+        v.scores_f32(q, stride, first, second, out.ctypes.data, whole)
+    else:
+        v.scores_bf16(q, stride, first, second, out.ctypes.data, whole)
+    for i in range(whole, k):
+        for h in range(TILE):
+            x = v.peek_f32(q + h * stride + 4 * i)
+            out[h, 0] += x * _value(kind, first, i)
+            out[h, 1] += x * _value(kind, second, i)
+
+
+@kernel()
+def _span(kind, q, latent, latent_stride, shared, shared_stride, rank, common, first, last, largest, mass, acc):
+    """Attend from TILE heads (``q`` [TILE, rank + common]) to positions first to last: running softmax into acc."""
+    tile, p = np.empty((TILE, 2), np.float32), np.empty((TILE, CHUNK), np.float32)
+    whole = rank & ~15
+    address, stride = q.ctypes.data, 4 * (rank + common)
+    acc[:] = 0
+    largest[:] = -np.inf
+    mass[:] = 0
+    for start in range(first, last, CHUNK):
+        count = min(CHUNK, last - start)
+        for s in range(0, count, 2):
+            a, b = start + s, start + min(s + 1, count - 1)
+            tile[:] = 0
+            _score(kind, address, stride, latent + a * latent_stride, latent + b * latent_stride, rank, tile)
+            a, b = shared + a * shared_stride, shared + b * shared_stride
+            _score(kind, address + 4 * rank, stride, a, b, common, tile)
+            for h in range(TILE):
+                p[h, s] = tile[h, 0]
+                if s + 1 < count:
+                    p[h, s + 1] = tile[h, 1]
+        for h in range(TILE):
+            top = largest[h]
+            for s in range(count):
+                top = max(top, p[h, s])
+            shrink = exp(largest[h] - top) if largest[h] > -np.inf else np.float32(0)
+            total = np.float32(0)
+            for s in range(count):
+                p[h, s] = exp(p[h, s] - top)
+            for s in range(count):
+                total += p[h, s]
+            mass[h] = mass[h] * shrink + total
+            largest[h] = top
+            if shrink != 1:
+                for i in range(rank):
+                    acc[h, i] *= shrink
+        rows = latent + start * latent_stride
+        if kind == F32:
+            v.weighted_f32(p.ctypes.data, 4 * CHUNK, rows, latent_stride, count, acc.ctypes.data, 4 * rank, whole)
+        else:
+            v.weighted_bf16(p.ctypes.data, 4 * CHUNK, rows, latent_stride, count, acc.ctypes.data, 4 * rank, whole)
+        for i in range(whole, rank):
+            for h in range(TILE):
+                for s in range(count):
+                    acc[h, i] += p[h, s] * _value(kind, rows + s * latent_stride, i)
+
+
+@kernel()
+def _tasks(cache, lengths, tokens, q, largest, mass, acc, t, nt):
+    """Thread t's share of all (row, span, tile of heads)."""
+    kind, latent, latent_batch, latent_stride, shared, shared_batch, shared_stride, rank, common = cache
+    tiles, work = q.shape[1] // TILE, 0
+    for n in range(len(lengths)):
+        work += spans_of(lengths[n]) * tiles
+    begin, end, at = work * t // nt, work * (t + 1) // nt, 0
+    for n in range(len(lengths)):
+        spans = spans_of(lengths[n])
+        chunks = (lengths[n] + CHUNK - 1) // CHUNK
+        b = n // tokens
+        for span in range(spans):
+            first = chunks * span // spans * CHUNK
+            last = min(chunks * (span + 1) // spans * CHUNK, lengths[n])
+            for tile in range(tiles):
+                if begin <= at < end:
+                    heads = slice(tile * TILE, (tile + 1) * TILE)
+                    _span(
+                        *(kind, q[n, heads], latent + b * latent_batch, latent_stride),
+                        *(shared + b * shared_batch, shared_stride, rank, common, first, last),
+                        *(largest[n, span, heads], mass[n, span, heads], acc[n, span, heads]),
+                    )
+                at += 1
+
+
+@kernel()
+def _finish(h, up, plain, value, lengths, largest, mass, acc, prepared, out):
+    """Merge head h's spans and make its values, for all rows."""
+    rank = acc.shape[3]
+    for n in range(len(lengths)):
+        spans = spans_of(lengths[n])
+        top = largest[n, 0, h]
+        for span in range(1, spans):
+            top = max(top, largest[n, span, h])
+        y = acc[n, 0, h]
+        for span in range(spans):
+            share = exp(largest[n, span, h] - top)
+            mass[n, span, h] *= share
+            if span == 0:
+                for i in range(rank):
+                    y[i] *= share
+            else:
+                mass[n, 0, h] += mass[n, span, h]
+                other = acc[n, span, h]
+                for i in range(rank):
+                    y[i] += share * other[i]
+        if up[KIND] == INT8:
+            prepare(True, False, y, prepared[h])
+        for i in range(value):
+            row = h * (plain + value) + plain + i
+            w, s = up[ADDRESS] + row * up[STRIDE], up[SCALES] + 4 * row
+            out[n, h, i] = dot(up[KIND], w, s, y.ctypes.data, prepared[h].ctypes.data, rank) / mass[n, 0, h]
+
+
+@kernel(parallel=True)
+def few_rows(up, plain, value, q, cache, lengths, tokens, absorbed, largest, mass, acc, prepared, out, nt):
+    """All heads of all rows."""
+    heads = q.shape[1]
+    if nt == 1:
+        for h in range(heads):
+            _absorb(h, up, plain, value, q, acc.shape[3], absorbed)
+        _tasks(cache, lengths, tokens, absorbed, largest, mass, acc, 0, 1)
+        for h in range(heads):
+            _finish(h, up, plain, value, lengths, largest, mass, acc, prepared, out)
+    else:
+        for t in prange(nt):
+            for h in range(heads * t // nt, heads * (t + 1) // nt):
+                _absorb(h, up, plain, value, q, acc.shape[3], absorbed)
+        for t in prange(nt):
+            _tasks(cache, lengths, tokens, absorbed, largest, mass, acc, t, nt)
+        for t in prange(nt):
+            for h in range(heads * t // nt, heads * (t + 1) // nt):
+                _finish(h, up, plain, value, lengths, largest, mass, acc, prepared, out)
+
+
+def attention(
+    q_BTHC: Tensor, latent_BSR: Tensor, shared_BSJ: Tensor, up: Tensor | MXFP4 | Int8, value_dim: int
+) -> Tensor:
+    """See ``reference.attention``."""
+    batch, tokens, heads, channels = q_BTHC.shape
+    dense = latent_BSR.dtype in (torch.float32, torch.bfloat16) and latent_BSR.stride(2) == shared_BSJ.stride(2) == 1
+    if tokens > FEW or isinstance(up, MXFP4) or not (dense and readable(up)) or q_BTHC.dtype == torch.float64:
+        return reference.attention(q_BTHC, latent_BSR, shared_BSJ, up, value_dim)
+    size, rank, common = latent_BSR.element_size(), latent_BSR.shape[2], shared_BSJ.shape[2]
+    cache = (
+        F32 if size == 4 else BF16,
+        *(latent_BSR.data_ptr(), size * latent_BSR.stride(0), size * latent_BSR.stride(1)),
+        *(shared_BSJ.data_ptr(), size * shared_BSJ.stride(0), size * shared_BSJ.stride(1)),
+        *(rank, common),
+    )
+    seen, rows = latent_BSR.shape[1], batch * tokens
+    lengths = np.array([seen - tokens + t + 1 for t in range(tokens)] * batch)
+    spans, padded = spans_of(seen), -(-heads // TILE) * TILE
+    q = q_BTHC.float().reshape(rows, heads, channels).contiguous().numpy()
+    absorbed = np.zeros((rows, padded, rank + common), np.float32)
+    largest, mass = np.empty((2, rows, spans, padded), np.float32)
+    acc = np.empty((rows, spans, padded, rank), np.float32)
+    prepared = np.empty((heads, HEAD + 8 * rank), np.uint8)
+    out = np.empty((rows, heads, value_dim), np.float32)
+    about = np.array(describe(up))
+    few_rows(
+        *(about, channels - common, value_dim, q, cache, lengths, tokens),
+        *(absorbed, largest, mass, acc, prepared, out),
+        threads() if size * seen * rank > PARALLEL else 1,
+    )
+    return torch.from_numpy(out).to(q_BTHC.dtype).view(batch, tokens, heads, value_dim)

@@ -1,0 +1,259 @@
+"""Products of a few rows with stored weights: ``linear``, ``linears``, ``gated``, ``experts``.
+
+Decoding reads every weight once and does little else, so the kernels do too: a row of weights is met by all rows of
+the input while it is in the first-level cache, and rows are shared out evenly over the threads, one parallel region
+for as many weights as share an input. A row's dot product has one order of summation, whatever the number of rows
+and threads. Many rows are a matrix product, which torch does.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numba import prange
+from torch import Tensor
+
+from deltafin.cpu_kernels import vector as v
+from deltafin.cpu_kernels.compiling import kernel
+from deltafin.cpu_kernels.threads import threads
+from deltafin.ops import reference
+from deltafin.quant import MXFP4, Int8
+
+ROWS = 16
+"""Up to this many rows are done by the kernels here: ``FEW`` tokens of a batch of two, and more than pays for."""
+
+WIDEST = 32768
+"""Columns up to which the exact integer sums of int8 weights cannot overflow."""
+
+PARALLEL = 64 << 10
+"""Bytes of weights below which waking a second thread costs more than it saves."""
+
+F32, BF16, INT8, MX = range(4)
+KIND, ADDRESS, STRIDE, SCALES, SCALE_STRIDE, OUTPUTS, START = range(7)
+
+LIMIT = 8_355_000
+"""Somewhat below 8,355,711, the largest number that three signed digits of 8 bits can write."""
+
+HEAD = 64
+"""Bytes in front of a prepared row; its unit stands there."""
+
+BYTES, PORTABLE = v.BYTES or 16, not v.BYTES
+
+
+@kernel()
+def _unit(x):
+    """The step that cuts a vector to 23 bits and sign; NaN when a value is not finite."""
+    largest = np.float32(0)
+    for i in range(len(x)):
+        largest = max(largest, abs(x[i]))
+    spoiled = np.float32(0)
+    for i in range(len(x)):
+        spoiled += x[i] * np.float32(0)
+    return largest / np.float32(LIMIT) + spoiled
+
+
+@kernel()
+def _number(x, per):
+    t = x * per
+    return np.int32(t + np.float32(0.5)) if t >= 0 else np.int32(t - np.float32(0.5))
+
+
+@kernel()
+def prepare_mxfp4(x, out):
+    """Lay one input vector out for ``dot_mxfp4`` (or its portable form); return the unit of the result."""
+    n = len(x)
+    if PORTABLE:
+        values = out[: 4 * n].view(np.float32)
+        half = n // 2
+        for i in range(half):
+            values[i] = x[2 * i]
+            values[half + i] = x[2 * i + 1]
+        return np.float32(0.5)
+    unit = _unit(x)
+    per = np.float32(1) / unit if unit > 0 else np.float32(0)
+    numbers = np.empty(2 * BYTES, np.int32)
+    for block in range(n // (2 * BYTES)):
+        xs = x[block * 2 * BYTES : (block + 1) * 2 * BYTES]
+        o = out[block * 7 * BYTES : (block + 1) * 7 * BYTES]
+        for i in range(2 * BYTES):
+            numbers[i] = _number(xs[i], per)
+        for i in range(BYTES):
+            even, odd = numbers[2 * i], numbers[2 * i + 1]
+            o[4 * BYTES + i], o[5 * BYTES + i] = even & 255, odd & 255
+            even, odd = (even + 128) >> 8, (odd + 128) >> 8
+            o[2 * BYTES + i], o[3 * BYTES + i] = even & 255, odd & 255
+            o[i], o[BYTES + i] = ((even + 128) >> 8) & 255, ((odd + 128) >> 8) & 255
+        corrections = o[6 * BYTES :].view(np.int32)
+        for i in range(BYTES // 4):
+            s = np.int32(0)
+            for j in range(8):
+                s += numbers[8 * i + j]
+            corrections[i] = -v.OFFSET * s
+    return unit * np.float32(0.5)
+
+
+@kernel()
+def prepare_int8(x, out):
+    """Cut one input vector in the two digits of ``dot_int8``; return the unit of the result."""
+    n = len(x)
+    unit = _unit(x)
+    per = np.float32(1) / unit if unit > 0 else np.float32(0)
+    digits = out[: 4 * n].view(np.int16)
+    for i in range(n):
+        number = _number(x[i], per)
+        high = (number + 2048) >> 12
+        digits[i] = high
+        digits[n + i] = number - (high << 12)
+    return unit
+
+
+@kernel()
+def prepare(needs_int8, needs_mx, x, out):
+    """Prepare one input vector for the kinds of weights it will meet."""
+    units = out[:8].view(np.float32)
+    n = len(x)
+    if needs_int8:
+        units[0] = prepare_int8(x, out[HEAD:])
+    if needs_mx:
+        units[1] = prepare_mxfp4(x, out[HEAD + 4 * n :])
+
+
+@kernel()
+def _code(nibble):
+    m = nibble & 7
+    m = m + max(m - 4, 0) + 2 * ((m + 1) >> 3)
+    return np.float32(-m if nibble > 7 else m)
+
+
+@kernel()
+def digit(digits, i, columns):
+    """Both digits of column i, put together again."""
+    high = np.int64(np.int16(v.peek_u16(digits + 2 * i)))
+    low = np.int64(np.int16(v.peek_u16(digits + 2 * (columns + i))))
+    return (high << 12) + low
+
+
+@kernel()
+def dot(kind, w, s, x, prepared, columns):
+    """One row of weights times one row of input: addresses of the row, its scales, float32 x, prepared x."""
+    if kind in (F32, BF16):
+        whole = columns & ~31
+        y = v.dot_f32(w, x, whole) if kind == F32 else v.dot_bf16(w, x, whole)
+        for i in range(whole, columns):
+            if kind == F32:
+                weight = v.peek_f32(w + 4 * i)
+            else:
+                weight = v.as_f32(np.uint32(v.peek_u16(w + 2 * i)) << np.uint32(16))
+            y += weight * v.peek_f32(x + 4 * i)
+        return y
+    if kind == INT8:
+        whole = columns & ~31
+        number = v.dot_int8(w, prepared + HEAD, whole, columns)
+        for i in range(whole, columns):
+            number += v.peek_i8(w + i) * digit(prepared + HEAD, i, columns)
+        return np.float32(number) * v.peek_f32(prepared) * v.peek_f32(s)
+    unit = v.peek_f32(prepared + 4)
+    prepared += HEAD + 4 * columns
+    if PORTABLE:
+        return unit * v.dot_mxfp4_portable(w, s, prepared, columns)
+    whole = columns // v.STEP * v.STEP
+    y = unit * v.dot_mxfp4(w, s, prepared, whole)
+    for group in range(whole // 32, columns // 32):
+        part = np.float32(0)
+        for i in range(16):
+            byte = np.int64(v.peek_u8(w + 16 * group + i))
+            part += _code(byte & 15) * v.peek_f32(x + 4 * (32 * group + 2 * i))
+            part += _code(byte >> 4) * v.peek_f32(x + 4 * (32 * group + 2 * i + 1))
+        bits = max(np.uint32(v.peek_u8(s + group)) << np.uint32(23), np.uint32(1 << 22))
+        y += np.float32(0.5) * part * v.as_f32(bits)
+    return y
+
+
+@kernel()
+def some_rows(table, x, prepared, y, t, nt):
+    """Thread t's share of all weights in the table."""
+    rows, columns = x.shape
+    for i in range(len(table)):
+        w = table[i]
+        outputs = w[OUTPUTS]
+        for r in range(outputs * t // nt, outputs * (t + 1) // nt):
+            for n in range(rows):
+                y[w[START] + n * outputs + r] = dot(
+                    w[KIND],
+                    w[ADDRESS] + r * w[STRIDE],
+                    w[SCALES] + r * w[SCALE_STRIDE],
+                    x.ctypes.data + 4 * n * columns,
+                    prepared.ctypes.data + n * prepared.shape[1],
+                    columns,
+                )
+
+
+@kernel(parallel=True)
+def few_rows(table, needs_int8, needs_mx, x, prepared, y, nt):
+    """All weights of the table times all rows of x."""
+    for n in range(len(prepared)):
+        prepare(needs_int8, needs_mx, x[n], prepared[n])
+    if nt == 1:
+        some_rows(table, x, prepared, y, 0, 1)
+    else:
+        for t in prange(nt):
+            some_rows(table, x, prepared, y, t, nt)
+
+
+def describe(weight: Tensor | MXFP4 | Int8) -> tuple[int, ...]:
+    """Kind, address, bytes a row, address of scales, bytes of scales a row, rows: as the kernels read a weight."""
+    if isinstance(weight, MXFP4):
+        codes, scales = weight.codes, weight.scales
+        return MX, codes.data_ptr(), codes.shape[1], scales.data_ptr(), scales.shape[1], codes.shape[0]
+    if isinstance(weight, Int8):
+        codes = weight.codes
+        return INT8, codes.data_ptr(), codes.shape[1], weight.scales.data_ptr(), 4, codes.shape[0]
+    rows, columns = weight.shape
+    if weight.dtype == torch.bfloat16:
+        return BF16, weight.data_ptr(), 2 * columns, 0, 0, rows
+    return F32, weight.data_ptr(), 4 * columns, 0, 0, rows
+
+
+def readable(weight: Tensor | MXFP4 | Int8) -> bool:
+    """Whether the kernels know this storage."""
+    if isinstance(weight, MXFP4):
+        return weight.codes.is_contiguous() and weight.scales.is_contiguous()
+    if isinstance(weight, Int8):
+        return weight.codes.is_contiguous() and weight.codes.shape[1] <= WIDEST
+    return weight.dtype in (torch.bfloat16, torch.float32) and weight.is_contiguous()
+
+
+def linears(x: Tensor, weights: Sequence[Tensor | MXFP4 | Int8]) -> tuple[Tensor, ...]:
+    """See ``reference.linears``."""
+    columns = x.shape[-1]
+    rows = x.numel() // columns
+    if rows > ROWS or x.dtype == torch.float64 or not all(readable(w) for w in weights):
+        return reference.linears(x, weights)
+    table = np.empty((len(weights), 7), np.int64)
+    at = size = 0
+    needs_int8 = needs_mx = False
+    for i, weight in enumerate(weights):
+        about = describe(weight)
+        needs_int8 |= about[0] == INT8
+        needs_mx |= about[0] == MX
+        table[i] = (*about, at)
+        at += rows * about[5]
+        size += about[2] * about[5]
+    xs = rows_of(x, rows, columns)
+    prepared = np.empty((rows if needs_int8 or needs_mx else 0, HEAD + 8 * columns), np.uint8)
+    y = np.empty(at, np.float32)
+    few_rows(table, needs_int8, needs_mx, xs, prepared, y, threads() if size * rows > PARALLEL else 1)
+    out = torch.from_numpy(y)
+    shape = x.shape[:-1]
+    parts = (out[w[START] : w[START] + rows * w[OUTPUTS]].view(*shape, w[OUTPUTS]) for w in table.tolist())
+    return tuple(parts) if x.dtype == torch.float32 else tuple(p.to(x.dtype) for p in parts)
+
+
+def rows_of(x: Tensor, rows: int, columns: int) -> np.ndarray:
+    """The rows of x as a contiguous float32 array."""
+    return x.detach().float().reshape(rows, columns).contiguous().numpy()
+
+
+def linear(x: Tensor, weight: Tensor | MXFP4 | Int8) -> Tensor:
+    """See ``reference.linear``."""
+    return linears(x, (weight,))[0]

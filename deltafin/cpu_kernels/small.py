@@ -1,0 +1,102 @@
+"""Operations on a token's vector alone, by one thread: ``rms_norm``, ``mix_depth``, and the choice of ``route``."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deltafin.cpu_kernels.compiling import kernel
+from deltafin.cpu_kernels.linear import ROWS, linear, rows_of
+from deltafin.cpu_kernels.mathematics import exp, sigmoid, sum_of_products
+from deltafin.ops import reference
+from deltafin.quant import MXFP4, Int8
+
+
+@kernel()
+def _rms_norm(x, weight, eps, y):
+    for n in range(len(x)):
+        s = np.float32(1) / np.sqrt(sum_of_products(x[n], x[n]) / np.float32(x.shape[1]) + eps)
+        for i in range(x.shape[1]):
+            y[n, i] = x[n, i] * s * weight[i]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See ``reference.rms_norm``."""
+    columns = x.shape[-1]
+    rows = x.numel() // columns
+    if rows > ROWS or x.dtype == torch.float64:
+        return reference.rms_norm(x, weight, eps)
+    y = np.empty((rows, columns), np.float32)
+    _rms_norm(rows_of(x, rows, columns), weight.float().numpy(), np.float32(eps), y)
+    return torch.from_numpy(y).to(x.dtype).view(x.shape)
+
+
+@kernel()
+def _mix(sources, query, eps, y):
+    depth, width = sources.shape[0], sources.shape[2]
+    score = np.empty(depth, np.float32)
+    for n in range(sources.shape[1]):
+        top = -np.float32(np.inf)
+        for d in range(depth):
+            x = sources[d, n]
+            score[d] = sum_of_products(x, query) / np.sqrt(sum_of_products(x, x) / np.float32(width) + eps)
+            top = max(top, score[d])
+        total = np.float32(0)
+        for d in range(depth):
+            score[d] = exp(score[d] - top)
+            total += score[d]
+        y[n] = 0
+        for d in range(depth):
+            share, x = score[d] / total, sources[d, n]
+            for i in range(width):
+                y[n, i] += share * x[i]
+
+
+def mix_depth(sources: Sequence[Tensor], query_D: Tensor, eps: float) -> Tensor:
+    """See ``reference.mix_depth``."""
+    first = sources[0]
+    width = first.shape[-1]
+    rows = first.numel() // width
+    if rows > ROWS or first.dtype == torch.float64:
+        return reference.mix_depth(sources, query_D, eps)
+    stack = torch.stack([s.reshape(rows, width) for s in sources]).float().numpy()
+    y = np.empty((rows, width), np.float32)
+    _mix(stack, query_D.float().numpy(), np.float32(eps), y)
+    return torch.from_numpy(y).to(first.dtype).view(first.shape)
+
+
+@kernel()
+def _choose(logits, bias, renormalize, scale, ids, weights):
+    score = np.empty(logits.shape[1], np.float32)
+    for n in range(len(logits)):
+        for x in range(len(score)):
+            score[x] = sigmoid(logits[n, x])
+        taken = np.zeros(len(score), np.bool_)
+        for _ in range(ids.shape[1]):
+            best, top = -1, np.float32(0)
+            for x in range(len(score)):
+                s = score[x] + bias[x]
+                if not taken[x] and (best < 0 or s > top):  # the lower index on a tie
+                    best, top = x, s
+            taken[best] = True
+        e, total = 0, np.float32(0)
+        for x in range(len(score)):
+            if taken[x]:
+                ids[n, e], weights[n, e] = x, score[x]
+                total += score[x]
+                e += 1
+        for e in range(ids.shape[1]):
+            weights[n, e] *= scale / (total + np.float32(1e-20)) if renormalize else scale
+
+
+def route(
+    x_ND: Tensor, gate_XD: Tensor | MXFP4 | Int8, bias_X: Tensor, chosen: int, renormalize: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """See ``reference.route``."""
+    if len(x_ND) > ROWS or x_ND.dtype == torch.float64:
+        return reference.route(x_ND, gate_XD, bias_X, chosen, renormalize, scale)
+    logits = linear(x_ND.float(), gate_XD).numpy()
+    ids, weights = np.empty((len(x_ND), chosen), np.int64), np.empty((len(x_ND), chosen), np.float32)
+    _choose(logits, bias_X.float().numpy(), renormalize, np.float32(scale), ids, weights)
+    return torch.from_numpy(ids), torch.from_numpy(weights)

@@ -1,0 +1,436 @@
+"""Vector code for dot products of stored weights, as Numba intrinsics over addresses.
+
+Written as LLVM vectors of 16 lanes, which the compiler splits to what the CPU has; only the four-bit lookup is
+written for particular instructions, chosen by the features that Numba compiles for. Addresses are int64; ``k`` is a
+number of columns; whatever a vector step leaves over is done one by one by the functions at the end.
+
+How an input vector is prepared for integer weights, ``digits``: it is scaled to 23 bits and a sign and cut in two
+digits of 12 bits (int8 weights) or three of 8 (MXFP4), so that all products and sums are exact in int32, and the
+result is as good as float32 multiplication gives.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from deltafin.cpu_kernels.compiling import FEATURES
+
+BYTES = 64 if {"avx512bw", "avx512vnni"} <= FEATURES else 32 if "avx2" in FEATURES else 16 if "ssse3" in FEATURES else 0
+"""Bytes that one four-bit lookup takes; 0: none, four-bit weights are decoded by arithmetic."""
+
+FORM = {64: "AVX-512 VNNI", 32: "AVX2", 16: "SSSE3", 0: "portable"}[BYTES]
+"""Which form of the four-bit lookup is used."""
+
+I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+
+
+def lanes(kind: ir.Type, n: int) -> ir.VectorType:
+    """A vector type."""
+    return ir.VectorType(kind, n)
+
+
+F32x16, I32x16 = lanes(F32, 16), lanes(I32, 16)
+
+
+def const(kind: ir.Type, value: Any) -> ir.Constant:
+    """A constant, the same in every lane."""
+    return ir.Constant(kind, [value] * kind.count if isinstance(kind, ir.VectorType) else value)
+
+
+def load(b: ir.IRBuilder, address: ir.Value, kind: ir.Type) -> ir.Value:
+    """Load from any address, aligned or not."""
+    loaded = b.load(b.inttoptr(address, kind.as_pointer()))
+    loaded.align = 1
+    return loaded
+
+
+def store(b: ir.IRBuilder, value: ir.Value, address: ir.Value) -> None:
+    """Store to any address, aligned or not."""
+    b.store(value, b.inttoptr(address, value.type.as_pointer())).align = 1
+
+
+def call(b: ir.IRBuilder, name: str, result: ir.Type, *arguments: ir.Value) -> ir.Value:
+    """Call an LLVM intrinsic."""
+    kind = ir.FunctionType(result, [a.type for a in arguments])
+    return b.call(cgutils.get_or_insert_function(b.module, kind, name), arguments)
+
+
+def fma(b: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
+    """``x * y + z``, fused where the CPU can."""
+    return call(b, f"llvm.fmuladd.v{x.type.count}f32", x.type, x, y, z)
+
+
+def repeat(b: ir.IRBuilder, times: ir.Value, unroll: int, start: Sequence[ir.Value], body: Callable) -> list[ir.Value]:
+    """Loop with ``unroll`` independent sets of running values; ``times`` is a multiple of it. Return the sets' sums."""
+    slots = [[cgutils.alloca_once_value(b, value) for value in start] for _ in range(unroll)]
+    with cgutils.for_range(b, b.udiv(times, const(I64, unroll))) as loop:
+        first = b.mul(loop.index, const(I64, unroll))
+        for u, own in enumerate(slots):
+            values = body(b.add(first, const(I64, u)), [b.load(slot) for slot in own])
+            for slot, value in zip(own, values, strict=True):
+                b.store(value, slot)
+    sums = [b.load(slot) for slot in slots[0]]
+    for own in slots[1:]:
+        for i, slot in enumerate(own):
+            add = b.fadd if start[i].type.element == F32 else b.add
+            sums[i] = add(sums[i], b.load(slot))
+    return sums
+
+
+def total(b: ir.IRBuilder, v: ir.Value) -> ir.Value:
+    """The sum of all lanes, floats pairwise."""
+    if v.type.element != F32:
+        return call(b, f"llvm.vector.reduce.add.v{v.type.count}i32", I32, v)
+    while v.type.count > 1:
+        half = v.type.count // 2
+        parts = [
+            b.shuffle_vector(v, v, ir.Constant(lanes(I32, half), [ir.Constant(I32, at + i) for i in range(half)]))
+            for at in (0, half)
+        ]
+        v = b.fadd(*parts)
+    return b.extract_element(v, const(I32, 0))
+
+
+def widened(b: ir.IRBuilder, kind: str, address: ir.Value, i: ir.Value) -> ir.Value:
+    """Sixteen weights of a row as float32: those from column 16 i on."""
+    if kind == "f32":
+        return load(b, b.add(address, b.shl(i, const(I64, 6))), F32x16)
+    if kind == "bf16":
+        bits = b.zext(load(b, b.add(address, b.shl(i, const(I64, 5))), lanes(I16, 16)), I32x16)
+        return b.bitcast(b.shl(bits, const(I32x16, 16)), F32x16)
+    codes = load(b, b.add(address, b.shl(i, const(I64, 4))), lanes(I8, 16))
+    return b.sitofp(b.sext(codes, I32x16), F32x16)
+
+
+def _dot(kind: str):
+    """``sum(w * x)`` of a row of float32 or bfloat16 and float32 ``x``, k a multiple of 32."""
+
+    @intrinsic
+    def dot(context, w, x, k):
+        def code(context, b, signature, arguments):
+            w, x, k = arguments
+
+            def body(i, acc):
+                return [fma(b, widened(b, kind, w, i), load(b, b.add(x, b.shl(i, const(I64, 6))), F32x16), acc[0])]
+
+            return total(b, repeat(b, b.lshr(k, const(I64, 4)), 2, [const(F32x16, 0.0)], body)[0])
+
+        return types.float32(w, x, k), code
+
+    return dot
+
+
+dot_f32, dot_bf16 = _dot("f32"), _dot("bf16")
+
+
+@intrinsic
+def two_dots(context, row, x, y, out, k):
+    """``sum(row * x)`` and ``sum(row * y)`` to ``out`` [2], all float32, k a multiple of 32."""
+
+    def code(context, b, signature, arguments):
+        row, x, y, out, k = arguments
+
+        def body(i, acc):
+            at = b.shl(i, const(I64, 6))
+            own = load(b, b.add(row, at), F32x16)
+            return [fma(b, own, load(b, b.add(o, at), F32x16), a) for o, a in zip((x, y), acc, strict=True)]
+
+        for i, v in enumerate(repeat(b, b.lshr(k, const(I64, 4)), 2, [const(F32x16, 0.0)] * 2, body)):
+            store(b, total(b, v), b.add(out, const(I64, 4 * i)))
+        return context.get_dummy_value()
+
+    return types.void(row, x, y, out, k), code
+
+
+def _axpy(kind: str):
+    """``y += a * w`` for a row of weights and float32 ``y``, k a multiple of 16."""
+
+    @intrinsic
+    def axpy(context, a, w, y, k):
+        def code(context, b, signature, arguments):
+            a, w, y, k = arguments
+            many = b.insert_element(ir.Constant(F32x16, ir.Undefined), a, const(I32, 0))
+            many = b.shuffle_vector(many, many, const(I32x16, 0))
+            with cgutils.for_range(b, b.lshr(k, const(I64, 4))) as loop:
+                at = b.add(y, b.shl(loop.index, const(I64, 6)))
+                store(b, fma(b, widened(b, kind, w, loop.index), many, load(b, at, F32x16)), at)
+            return context.get_dummy_value()
+
+        return types.void(a, w, y, k), code
+
+    return axpy
+
+
+axpy_f32, axpy_bf16, axpy_int8 = _axpy("f32"), _axpy("bf16"), _axpy("int8")
+
+
+def _pairs(b: ir.IRBuilder, acc: ir.Value, x: ir.Value, y: ir.Value) -> ir.Value:
+    """``acc`` [16 of int32] plus products of 32 int16, added in pairs: one instruction on most CPUs."""
+    both = b.mul(b.sext(x, lanes(I32, 32)), b.sext(y, lanes(I32, 32)))
+    even, odd = (
+        b.shuffle_vector(both, both, ir.Constant(I32x16, [ir.Constant(I32, 2 * i + at) for i in range(16)]))
+        for at in (0, 1)
+    )
+    return b.add(acc, b.add(even, odd))
+
+
+@intrinsic
+def dot_int8(context, w, x, k, columns):
+    """``sum(w * x)`` of the first k columns of int8 and the two digits of ``x``: int16, ``columns`` of each."""
+
+    def code(context, b, signature, arguments):
+        w, x, k, columns = arguments
+        low = b.add(x, b.shl(columns, const(I64, 1)))
+
+        def body(i, acc):
+            weights = b.sext(load(b, b.add(w, b.shl(i, const(I64, 5))), lanes(I8, 32)), lanes(I16, 32))
+            at = b.shl(i, const(I64, 6))
+            return [
+                _pairs(b, a, weights, load(b, b.add(digit, at), lanes(I16, 32)))
+                for a, digit in zip(acc, (x, low), strict=True)
+            ]
+
+        sums = repeat(b, b.lshr(k, const(I64, 5)), 1, [const(I32x16, 0)] * 2, body)
+        high, low = (b.sext(total(b, v), I64) for v in sums)
+        return b.add(b.shl(high, const(I64, 12)), low)
+
+    return types.int64(w, x, k, columns), code
+
+
+E2M1 = (0, 1, 2, 3, 4, 6, 8, 12)
+"""Twice the magnitudes of a four-bit code."""
+
+OFFSET = 12
+"""Added to twice a four-bit value, so that it is not negative: the lookup's products want one unsigned side."""
+
+
+def _pair_digits(b: ir.IRBuilder, codes: ir.Value, x: ir.Value, at: ir.Value, acc: ir.Value | None) -> ir.Value:
+    """Products of both nibbles' values with one digit of x, summed in lanes of int32."""
+    low, high = codes
+    even, odd = (load(b, b.add(x, b.add(at, const(I64, o))), lanes(I8, BYTES)) for o in (0, BYTES))
+    words = lanes(I32, BYTES // 4)
+    if BYTES == 64:
+        acc = const(words, 0) if acc is None else acc
+        for u, s in ((low, even), (high, odd)):
+            acc = call(b, "llvm.x86.avx512.vpdpbusd.512", words, acc, u, s)
+        return acc
+    halves = lanes(I16, BYTES // 2)
+    multiply = {32: "llvm.x86.avx2.pmadd.ub.sw", 16: "llvm.x86.ssse3.pmadd.ub.sw.128"}[BYTES]
+    both = b.add(call(b, multiply, halves, low, even), call(b, multiply, halves, high, odd))
+    add = {32: "llvm.x86.avx2.pmadd.wd", 16: "llvm.x86.sse2.pmadd.wd"}[BYTES]
+    summed = call(b, add, words, both, const(halves, 1))
+    return summed if acc is None else b.add(acc, summed)
+
+
+STEP = 128
+"""Columns that one turn of ``dot_mxfp4`` takes: four groups, so that their scales are widened together."""
+
+
+@intrinsic
+def dot_mxfp4(context, w, s, x, k):
+    """``sum(w * x)`` of a row of MXFP4 codes with its scales, and ``x`` as ``prepare_mxfp4`` lays it out.
+
+    In units of half the digits' unit; k a multiple of STEP.
+    """
+
+    def code(context, b, signature, arguments):
+        w, s, x, k = arguments
+        words, parts = BYTES // 4, STEP // (2 * BYTES)
+        table = [OFFSET + v for v in E2M1] + [OFFSET - v for v in E2M1]
+        table = ir.Constant(lanes(I8, BYTES), [ir.Constant(I8, v) for v in table] * (BYTES // 16))
+        lookup = {
+            64: "llvm.x86.avx512.pshuf.b.512",
+            32: "llvm.x86.avx2.pshuf.b",
+            16: "llvm.x86.ssse3.pshuf.b.128",
+        }[BYTES]
+
+        def whole_numbers(i):
+            """Products of one vector of codes, summed in lanes of eight columns."""
+            packed = load(b, b.add(w, b.mul(i, const(I64, BYTES))), lanes(I8, BYTES))
+            shifted = b.lshr(b.bitcast(packed, lanes(I16, BYTES // 2)), const(lanes(I16, BYTES // 2), 4))
+            nibbles = (b.and_(v, const(lanes(I8, BYTES), 15)) for v in (packed, b.bitcast(shifted, packed.type)))
+            values = [call(b, lookup, lanes(I8, BYTES), table, n) for n in nibbles]
+            at = b.mul(i, const(I64, 7 * BYTES))
+            number = None
+            for digit in range(3):  # the largest first; the correction for OFFSET joins the last
+                start = load(b, b.add(x, b.add(at, const(I64, 6 * BYTES))), lanes(I32, words)) if digit == 2 else None
+                part = _pair_digits(b, values, x, b.add(at, const(I64, 2 * BYTES * digit)), start)
+                number = part if number is None else b.add(b.shl(number, const(lanes(I32, words), 8)), part)
+            return b.sitofp(number, lanes(F32, words))
+
+        def body(i, acc):
+            exponents = b.zext(load(b, b.add(s, b.shl(i, const(I64, 2))), lanes(I8, 4)), lanes(I32, 4))
+            bits = b.shl(exponents, const(lanes(I32, 4), 23))
+            least = const(lanes(I32, 4), 1 << 22)  # 2^-127, which is subnormal
+            bits = b.select(b.icmp_unsigned(">", bits, least), bits, least)
+            scales = b.bitcast(bits, lanes(F32, 4))
+            out = []
+            for part in range(parts):
+                spread = [ir.Constant(I32, (part * words + j) // 4) for j in range(words)]
+                own = b.shuffle_vector(scales, scales, ir.Constant(lanes(I32, words), spread))
+                numbers = whole_numbers(b.add(b.mul(i, const(I64, parts)), const(I64, part)))
+                out.append(fma(b, numbers, own, acc[part]))
+            return out
+
+        sums = repeat(b, b.udiv(k, const(I64, STEP)), 1, [const(lanes(F32, words), 0.0)] * parts, body)
+        for part in sums[1:]:
+            sums[0] = b.fadd(sums[0], part)
+        return total(b, sums[0])
+
+    return types.float32(w, s, x, k), code
+
+
+@intrinsic
+def dot_mxfp4_portable(context, w, s, x, k):
+    """``sum(w * x)`` of a row of MXFP4 codes with its scales; ``x`` is float32, all even columns, then all odd."""
+
+    def code(context, b, signature, arguments):
+        w, s, x, k = arguments
+        odd = b.add(x, b.shl(k, const(I64, 1)))
+        kind = lanes(I8, 16)
+
+        def value(code):
+            """Twice the value of a code: its magnitude m is m + max(m - 4, 0), and 2 more for 7."""
+            m = b.and_(code, const(kind, 7))
+            above = b.sub(b.select(b.icmp_unsigned(">", m, const(kind, 4)), m, const(kind, 4)), const(kind, 4))
+            seven = b.and_(b.lshr(b.add(m, const(kind, 1)), const(kind, 2)), const(kind, 2))
+            m = b.add(b.add(m, above), seven)
+            signed = b.select(b.icmp_unsigned(">", code, const(kind, 7)), b.neg(m), m)
+            return b.sitofp(b.sext(signed, I32x16), F32x16)
+
+        def body(i, acc):
+            packed = load(b, b.add(w, b.shl(i, const(I64, 4))), kind)
+            at = b.shl(i, const(I64, 6))
+            low, high = b.and_(packed, const(kind, 15)), b.lshr(packed, const(kind, 4))
+            part = b.fmul(value(low), load(b, b.add(x, at), F32x16))
+            part = fma(b, value(high), load(b, b.add(odd, at), F32x16), part)
+            bits = b.shl(b.zext(load(b, b.add(s, i), I8), I32), const(I32, 23))
+            bits = b.select(b.icmp_unsigned(">", bits, const(I32, 1 << 22)), bits, const(I32, 1 << 22))
+            scale = b.insert_element(ir.Constant(F32x16, ir.Undefined), b.bitcast(bits, F32), const(I32, 0))
+            return [fma(b, part, b.shuffle_vector(scale, scale, const(I32x16, 0)), acc[0])]
+
+        return total(b, repeat(b, b.lshr(k, const(I64, 5)), 1, [const(F32x16, 0.0)], body)[0])
+
+    return types.float32(w, s, x, k), code
+
+
+HEADS, POSITIONS = 4, 2
+"""Heads and positions of one tile of attention scores: as many sums as a CPU of 16 registers can hold."""
+
+
+def _scores(kind: str):
+    """Dot products of HEADS queries (rows of ``stride`` bytes) with two cached rows, added to ``out`` [HEADS, 2]."""
+
+    @intrinsic
+    def scores(context, q, stride, first, second, out, k):
+        def code(context, b, signature, arguments):
+            q, stride, first, second, out, k = arguments
+            queries = [b.add(q, b.mul(stride, const(I64, h))) for h in range(HEADS)]
+
+            def body(i, acc):
+                rows = [widened(b, kind, row, i) for row in (first, second)]
+                offset, new = b.shl(i, const(I64, 6)), []
+                for h, query in enumerate(queries):
+                    x = load(b, b.add(query, offset), F32x16)
+                    new += [fma(b, x, row, acc[2 * h + j]) for j, row in enumerate(rows)]
+                return new
+
+            sums = repeat(b, b.lshr(k, const(I64, 4)), 1, [const(F32x16, 0.0)] * (2 * HEADS), body)
+            for i, v in enumerate(sums):
+                at = b.add(out, const(I64, 4 * i))
+                store(b, b.fadd(total(b, v), load(b, at, F32)), at)
+            return context.get_dummy_value()
+
+        return types.void(q, stride, first, second, out, k), code
+
+    return scores
+
+
+scores_f32, scores_bf16 = _scores("f32"), _scores("bf16")
+
+
+def _weighted(kind: str):
+    """Add ``sum_s p[h, s] * row_s`` to ``y`` [HEADS rows of ``y_stride`` bytes], k a multiple of 16."""
+
+    @intrinsic
+    def weighted(context, p, p_stride, rows, row_stride, count, y, y_stride, k):
+        def code(context, b, signature, arguments):
+            p, p_stride, rows, row_stride, count, y, y_stride, k = arguments
+            with cgutils.for_range(b, b.lshr(k, const(I64, 4))) as block:
+                outs = [
+                    b.add(b.add(y, b.mul(y_stride, const(I64, h))), b.shl(block.index, const(I64, 6)))
+                    for h in range(HEADS)
+                ]
+
+                def body(s, acc):
+                    row = widened(b, kind, b.add(rows, b.mul(s, row_stride)), block.index)
+                    new = []
+                    for h in range(HEADS):
+                        at = b.add(b.add(p, b.mul(p_stride, const(I64, h))), b.shl(s, const(I64, 2)))
+                        many = b.insert_element(ir.Constant(F32x16, ir.Undefined), load(b, at, F32), const(I32, 0))
+                        new.append(fma(b, b.shuffle_vector(many, many, const(I32x16, 0)), row, acc[h]))
+                    return new
+
+                start = [const(F32x16, 0.0)] * HEADS
+                for out, value in zip(outs, repeat(b, count, 1, start, body), strict=True):
+                    store(b, b.fadd(load(b, out, F32x16), value), out)
+            return context.get_dummy_value()
+
+        return types.void(p, p_stride, rows, row_stride, count, y, y_stride, k), code
+
+    return weighted
+
+
+weighted_f32, weighted_bf16 = _weighted("f32"), _weighted("bf16")
+
+
+def _peek(kind: ir.Type, result: types.Type):
+    @intrinsic
+    def peek(context, address):
+        def code(context, b, signature, arguments):
+            return load(b, arguments[0], kind)
+
+        return result(address), code
+
+    return peek
+
+
+def _poke(kind: types.Type):
+    @intrinsic
+    def poke(context, address, value):
+        def code(context, b, signature, arguments):
+            store(b, arguments[1], arguments[0])
+            return context.get_dummy_value()
+
+        return types.void(address, kind), code
+
+    return poke
+
+
+peek_f32, peek_i8 = _peek(F32, types.float32), _peek(I8, types.int8)
+peek_u8, peek_u16 = _peek(I8, types.uint8), _peek(I16, types.uint16)
+poke_f32 = _poke(types.float32)
+
+
+@intrinsic
+def as_f32(context, bits):
+    """The float32 with these 32 bits."""
+
+    def code(context, b, signature, arguments):
+        return b.bitcast(arguments[0], F32)
+
+    return types.float32(types.uint32), code
+
+
+@intrinsic
+def as_u32(context, value):
+    """The 32 bits of a float32."""
+
+    def code(context, b, signature, arguments):
+        return b.bitcast(arguments[0], I32)
+
+    return types.uint32(types.float32), code
