@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from deltafin.session import Session
 
 # How long a thread that waits for work spins before it sleeps, in turns of some hundredths of a microsecond: longer
-# than the gap between two operations, shorter than would starve another program, or the other of the two thread pools in
-# this process. Read when torch and Numba are imported; a choice of the user's stays.
+# than the gap between two operations, shorter than would starve another program, or the other of the two thread pools
+# in this process. Read when torch and Numba are imported; a choice of the user's stays.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "4000")
 

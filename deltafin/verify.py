@@ -317,8 +317,8 @@ def _experts_cases(random: torch.Generator) -> Iterator[tuple[str, tuple[Any, ..
 
 def _mix_depth_cases(random: torch.Generator) -> Iterator[tuple[str, tuple[Any, ...]]]:
     for sources in (1, 2, 9):
-        yield f"{sources} sources", ([_normal(random, 2, 3, 32) for _ in range(sources)], _normal(random, 32), 1e-5)
-    unequal = [10.0**e * _normal(random, 1, 4, 32) for e in (-6, 0, 2)]
+        yield f"{sources} sources", (_normal(random, sources, 2, 3, 32), _normal(random, 32), 1e-5)
+    unequal = torch.stack([10.0**e * _normal(random, 1, 4, 32) for e in (-6, 0, 2)])
     yield "sizes from 1e-6 to 1e2", (unequal, 3 * _normal(random, 32), 1e-5)
 
 

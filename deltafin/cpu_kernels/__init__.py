@@ -10,9 +10,9 @@ from deltafin.cpu_kernels import threads
 from deltafin.cpu_kernels.attention import attention
 from deltafin.cpu_kernels.delta import delta_net
 from deltafin.cpu_kernels.experts import experts, gated
+from deltafin.cpu_kernels.layers import WHOLE
 from deltafin.cpu_kernels.linear import linear, linears
 from deltafin.cpu_kernels.small import mix_depth, rms_norm, route
-from deltafin.cpu_kernels.vector import FORM
 from deltafin.ops import REFERENCE
 
 OPS = replace(
@@ -28,6 +28,7 @@ OPS = replace(
     gated=gated,
     mix_depth=mix_depth,
     together=True,
+    whole=WHOLE,
 )
 
 

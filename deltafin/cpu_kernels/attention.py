@@ -21,10 +21,12 @@ from deltafin.cpu_kernels.linear import (
     KIND,
     SCALES,
     STRIDE,
-    describe,
+    as_array,
+    as_tensor,
+    described,
     dot,
     prepare,
-    readable,
+    table_of,
 )
 from deltafin.cpu_kernels.mathematics import exp
 from deltafin.cpu_kernels.threads import threads
@@ -204,24 +206,19 @@ def _finish(h, up, plain, value, lengths, largest, mass, acc, prepared, out):
 
 
 @kernel(parallel=True)
-def few_rows(up, plain, value, q, cache, lengths, tokens, absorbed, largest, mass, acc, prepared, out, nt):
+def few_queries(up, plain, value, q, cache, lengths, tokens, absorbed, largest, mass, acc, prepared, out, nt):
     """All heads of all rows."""
     heads = q.shape[1]
-    if nt == 1:
-        for h in range(heads):
-            _absorb(h, up, plain, value, q, acc.shape[3], absorbed)
-        _tasks(cache, lengths, tokens, absorbed, largest, mass, acc, 0, 1)
-        for h in range(heads):
-            _finish(h, up, plain, value, lengths, largest, mass, acc, prepared, out)
-    else:
+    for stage in range(3):
         for t in prange(nt):
-            for h in range(heads * t // nt, heads * (t + 1) // nt):
-                _absorb(h, up, plain, value, q, acc.shape[3], absorbed)
-        for t in prange(nt):
-            _tasks(cache, lengths, tokens, absorbed, largest, mass, acc, t, nt)
-        for t in prange(nt):
-            for h in range(heads * t // nt, heads * (t + 1) // nt):
-                _finish(h, up, plain, value, lengths, largest, mass, acc, prepared, out)
+            if stage == 0:
+                for h in range(heads * t // nt, heads * (t + 1) // nt):
+                    _absorb(h, up, plain, value, q, acc.shape[3], absorbed)
+            elif stage == 1:
+                _tasks(cache, lengths, tokens, absorbed, largest, mass, acc, t, nt)
+            else:
+                for h in range(heads * t // nt, heads * (t + 1) // nt):
+                    _finish(h, up, plain, value, lengths, largest, mass, acc, prepared, out)
 
 
 def attention(
@@ -230,7 +227,13 @@ def attention(
     """See ``reference.attention``."""
     batch, tokens, heads, channels = q_BTHC.shape
     dense = latent_BSR.dtype in (torch.float32, torch.bfloat16) and latent_BSR.stride(2) == shared_BSJ.stride(2) == 1
-    if tokens > FEW or isinstance(up, MXFP4) or not (dense and readable(up)) or q_BTHC.dtype == torch.float64:
+    if (
+        tokens > FEW
+        or isinstance(up, MXFP4)
+        or not dense
+        or (row := described(up)) is None
+        or q_BTHC.dtype == torch.float64
+    ):
         return reference.attention(q_BTHC, latent_BSR, shared_BSJ, up, value_dim)
     size, rank, common = latent_BSR.element_size(), latent_BSR.shape[2], shared_BSJ.shape[2]
     cache = (
@@ -242,16 +245,16 @@ def attention(
     seen, rows = latent_BSR.shape[1], batch * tokens
     lengths = np.array([seen - tokens + t + 1 for t in range(tokens)] * batch)
     spans, padded = spans_of(seen), -(-heads // TILE) * TILE
-    q = q_BTHC.float().reshape(rows, heads, channels).contiguous().numpy()
+    q = as_array(q_BTHC).reshape(rows, heads, channels)
     absorbed = np.zeros((rows, padded, rank + common), np.float32)
     largest, mass = np.empty((2, rows, spans, padded), np.float32)
     acc = np.empty((rows, spans, padded, rank), np.float32)
     prepared = np.empty((heads, HEAD + 8 * rank), np.uint8)
     out = np.empty((rows, heads, value_dim), np.float32)
-    about = np.array(describe(up))
-    few_rows(
+    about = table_of((row,))[0]
+    few_queries(
         *(about, channels - common, value_dim, q, cache, lengths, tokens),
         *(absorbed, largest, mass, acc, prepared, out),
         threads() if size * seen * rank > PARALLEL else 1,
     )
-    return torch.from_numpy(out).to(q_BTHC.dtype).view(batch, tokens, heads, value_dim)
+    return as_tensor(out, q_BTHC)

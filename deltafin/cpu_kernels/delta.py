@@ -11,6 +11,7 @@ from torch import Tensor
 
 from deltafin.cpu_kernels import vector as v
 from deltafin.cpu_kernels.compiling import kernel
+from deltafin.cpu_kernels.linear import as_array
 from deltafin.cpu_kernels.mathematics import exp, sigmoid, sum_of_products
 from deltafin.cpu_kernels.threads import threads
 from deltafin.ops import FEW, DeltaState, DeltaWeights, reference
@@ -112,23 +113,14 @@ def _head(b, g, groups, inputs, weights, tails, S, floor, eps, out):
                 out[b, t, h * value + i] = o[i] * s * norm[i] * sigmoid(gate_in[b, t, h * value + i])
 
 
-@kernel()
-def _heads(groups, inputs, weights, tails, S, floor, eps, out, t, nt):
-    """Thread t's share of the key heads of all sequences."""
-    heads = S.shape[1] // groups
-    work = len(S) * heads
-    for i in range(work * t // nt, work * (t + 1) // nt):
-        _head(i // heads, i % heads, groups, inputs, weights, tails, S, floor, eps, out)
-
-
 @kernel(parallel=True)
 def few_tokens(groups, inputs, weights, tails, S, floor, eps, out, nt):
-    """All heads."""
-    if nt == 1:
-        _heads(groups, inputs, weights, tails, S, floor, eps, out, 0, 1)
-    else:
-        for t in prange(nt):
-            _heads(groups, inputs, weights, tails, S, floor, eps, out, t, nt)
+    """All key heads of all sequences; each thread takes its share."""
+    heads = S.shape[1] // groups
+    work = len(S) * heads
+    for t in prange(nt):
+        for i in range(work * t // nt, work * (t + 1) // nt):
+            _head(i // heads, i % heads, groups, inputs, weights, tails, S, floor, eps, out)
 
 
 def delta_net(
@@ -147,21 +139,17 @@ def delta_net(
     if q_BTC.shape[1] > FEW or s.S_BHVK.dtype == torch.float64:
         return reference.delta_net(q_BTC, k_BTC, v_BTC, decay_BTC, beta_BTH, gate_BTC, w, s, floor, eps)
     dtype = q_BTC.dtype
-    inputs = tuple(_array(x) for x in (q_BTC, k_BTC, v_BTC, decay_BTC, beta_BTH, gate_BTC))
+    inputs = tuple(as_array(x) for x in (q_BTC, k_BTC, v_BTC, decay_BTC, beta_BTH, gate_BTC))
     tails = s[:3] if s.q_tail.dtype == torch.float32 else tuple(t.float() for t in s[:3])
     S = s.S_BHVK.numpy()
     groups = S.shape[1] * S.shape[3] // q_BTC.shape[2]
     out = np.empty((*q_BTC.shape[:2], S.shape[1] * S.shape[2]), np.float32)
     arguments = (
-        *(groups, inputs, tuple(_array(x) for x in w), tuple(t.numpy() for t in tails), S),
+        *(groups, inputs, tuple(as_array(x) for x in w), tuple(t.numpy() for t in tails), S),
         *(np.float32(0 if floor is None else floor), np.float32(eps), out),
     )
     few_tokens(*arguments, threads() if S.nbytes > PARALLEL else 1)
     if dtype != torch.float32:
         for kept, moved in zip(s[:3], tails, strict=True):
             kept.copy_(moved)
-    return torch.from_numpy(out).to(dtype)
-
-
-def _array(x: Tensor) -> np.ndarray:
-    return x.float().contiguous().numpy()
+    return torch.from_numpy(out) if dtype == torch.float32 else torch.from_numpy(out).to(dtype)

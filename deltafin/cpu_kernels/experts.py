@@ -7,29 +7,29 @@ read once. A row's result is the sum over its experts by increasing id, whatever
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import torch
 from numba import prange
 from torch import Tensor
 
-from deltafin.config import Activation, SiTU
+from deltafin.config import Activation, SiLU
 from deltafin.cpu_kernels import mathematics
 from deltafin.cpu_kernels.compiling import kernel
 from deltafin.cpu_kernels.linear import (
     ADDRESS,
-    HEAD,
-    INT8,
     KIND,
-    MX,
     PARALLEL,
-    ROWS,
     SCALE_STRIDE,
     SCALES,
     STRIDE,
-    describe,
+    Row,
+    as_array,
+    as_tensor,
+    described,
     dot,
+    few,
+    kinds,
     prepare,
-    readable,
-    rows_of,
+    scratch,
+    table_of,
 )
 from deltafin.cpu_kernels.threads import threads
 from deltafin.ops import Expert, reference
@@ -96,75 +96,72 @@ def _down(table, start, row, share, h, prepared, y, t, nt):
 
 
 @kernel(parallel=True)
-def few_rows(table, start, row, share, limits, needs, x, x_prepared, h, up, h_prepared, y, nt):
+def few_experts(table, start, row, share, limits, x, x_prepared, h, up, h_prepared, y, nt):
     """All chosen experts for all rows of x."""
+    needs_int8, needs_mx = kinds(table)  # of the first products and the second alike
+    if needs_int8 or needs_mx:
+        for n in range(len(x)):
+            prepare(needs_int8, needs_mx, x[n], x_prepared[n])
+    if table[0, STRIDE] * h.size < PARALLEL:
+        nt = 1
     pairs = len(row)
-    for n in range(len(x_prepared)):
-        prepare(needs[0], needs[1], x[n], x_prepared[n])
-    if nt == 1:
-        _up(table, start, row, x, x_prepared, h, up, 0, 1)
-        for p in range(pairs):
-            _activate(h, up, limits, needs[2], needs[3], h_prepared, p)
-        _down(table, start, row, share, h, h_prepared, y, 0, 1)
-    else:
+    for stage in range(3):
         for t in prange(nt):
-            _up(table, start, row, x, x_prepared, h, up, t, nt)
-        for t in prange(nt):
-            for p in range(pairs * t // nt, pairs * (t + 1) // nt):
-                _activate(h, up, limits, needs[2], needs[3], h_prepared, p)
-        for t in prange(nt):
-            _down(table, start, row, share, h, h_prepared, y, t, nt)
+            if stage == 0:
+                _up(table, start, row, x, x_prepared, h, up, t, nt)
+            elif stage == 1:
+                for p in range(pairs * t // nt, pairs * (t + 1) // nt):
+                    _activate(h, up, limits, needs_int8, needs_mx, h_prepared, p)
+            else:
+                _down(table, start, row, share, h, h_prepared, y, t, nt)
 
 
 def _run(
-    x: Tensor, chosen: Sequence[Expert], start: np.ndarray, row: np.ndarray, share: np.ndarray, activation: Activation
+    x: Tensor,
+    xs: np.ndarray,
+    about: Sequence[Row],
+    start: np.ndarray,
+    row: np.ndarray,
+    share: np.ndarray,
+    width: int,
+    activation: Activation,
 ) -> Tensor:
-    table = np.array([(*describe(w), 0) for expert in chosen for w in expert], np.int64)
-    rows, columns = x.numel() // x.shape[-1], x.shape[-1]
-    width, pairs = chosen[0].down.shape[1], len(row)
-    kinds = table[:, KIND].reshape(-1, 3)
-    first, last = set(kinds[:, :2].ravel().tolist()), set(kinds[:, 2].tolist())
-    needs = np.array([INT8 in first, MX in first, INT8 in last, MX in last])
-    limits = np.zeros(2, np.float32)
-    if isinstance(activation, SiTU):
-        limits[:] = activation.gate_limit, activation.up_limit
-    xs = rows_of(x, rows, columns)
-    x_prepared = np.empty((rows if needs[:2].any() else 0, HEAD + 8 * columns), np.uint8)
-    h_prepared = np.empty((pairs if needs[2:].any() else 0, HEAD + 8 * width), np.uint8)
-    h, up = np.empty((pairs, width), np.float32), np.empty((pairs, width), np.float32)
-    y = np.empty((rows, chosen[0].down.shape[0]), np.float32)
-    arguments = (table, start, row, share, limits, needs, xs, x_prepared, h, up, h_prepared, y)
-    size = int(table[0, STRIDE]) * width * pairs
-    few_rows(*arguments, threads() if size > PARALLEL else 1)
-    return torch.from_numpy(y).to(x.dtype).view(*x.shape[:-1], -1)
+    limits = (0.0, 0.0) if isinstance(activation, SiLU) else (activation.gate_limit, activation.up_limit)
+    h, up = np.empty((2, len(row), width), np.float32)
+    y = np.empty((len(xs), about[2].outputs), np.float32)
+    limits = (np.float32(limits[0]), np.float32(limits[1]))
+    few_experts(table_of(about), start, row, share, limits, xs, scratch(xs), h, up, scratch(h), y, threads())
+    return as_tensor(y, x)
 
 
 def gated(x: Tensor, gate: Stored, up: Stored, down: Stored, kind: Activation) -> Tensor:
     """See ``reference.gated``."""
-    rows = x.numel() // x.shape[-1]
-    if rows > ROWS or x.dtype == torch.float64 or not (readable(gate) and readable(up) and readable(down)):
+    xs, about = few(x), [described(w) for w in (gate, up, down)]
+    if xs is None or None in about:
         return reference.gated(x, gate, up, down, kind)
-    one = np.ones(rows, np.float32)
-    return _run(x, [Expert(gate, up, down)], np.array([0, rows]), np.arange(rows), one, kind)
+    rows = len(xs)
+    every = (np.array((0, rows)), np.arange(rows), np.ones(rows, np.float32))
+    return _run(x, xs, about, *every, about[0].outputs, kind)  # type: ignore[arg-type, union-attr]
 
 
 def experts(
     x_NM: Tensor, ids_NE: Tensor, weight_NE: Tensor, expert: Callable[[int], Expert], activation: Activation
 ) -> Tensor:
     """See ``reference.experts``."""
-    if len(x_NM) > ROWS or x_NM.dtype == torch.float64:
+    xs, ids, share = few(x_NM), ids_NE.numpy(), as_array(weight_NE)
+    if xs is None:
         return reference.experts(x_NM, ids_NE, weight_NE, expert, activation)
-    ids = ids_NE.numpy()
     if len(ids) == 1:  # increasing by contract
-        used, row = ids[0].tolist(), np.zeros(ids.shape[1], np.int64)
-        start, share = np.arange(len(used) + 1), weight_NE.float().numpy()[0]
+        used, share = ids[0].tolist(), share[0]
+        start, row = np.arange(len(used) + 1), np.zeros(len(used), np.int64)
     else:
         flat = ids.ravel()
         order = np.argsort(flat, kind="stable")
-        used, first = np.unique(flat[order], return_index=True)
-        used, start = used.tolist(), np.append(first, len(flat))
-        row, share = order // ids.shape[1], weight_NE.float().numpy().ravel()[order]
-    chosen = [expert(x) for x in used]
-    if not all(readable(w) for e in chosen for w in e):
+        unique, first = np.unique(flat[order], return_index=True)
+        used, start = unique.tolist(), np.append(first, len(flat))
+        row, share = order // ids.shape[1], share.ravel()[order]
+    chosen = [expert(x) for x in used]  # keeps them alive until all is done
+    about = [described(w) for e in chosen for w in e]
+    if None in about:
         return reference.experts(x_NM, ids_NE, weight_NE, expert, activation)
-    return _run(x_NM, chosen, start, row, np.ascontiguousarray(share), activation)
+    return _run(x_NM, xs, about, start, row, share, about[0].outputs, activation)  # type: ignore[arg-type, union-attr]

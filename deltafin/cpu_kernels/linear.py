@@ -7,6 +7,7 @@ and threads. Many rows are a matrix product, which torch does.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,7 +30,8 @@ PARALLEL = 64 << 10
 """Bytes of weights below which waking a second thread costs more than it saves."""
 
 F32, BF16, INT8, MX = range(4)
-KIND, ADDRESS, STRIDE, SCALES, SCALE_STRIDE, OUTPUTS, START = range(7)
+KIND, ADDRESS, STRIDE, SCALES, SCALE_STRIDE, OUTPUTS = range(6)
+"""Columns of a table of weights."""
 
 LIMIT = 8_355_000
 """Somewhat below 8,355,711, the largest number that three signed digits of 8 bits can write."""
@@ -170,90 +172,128 @@ def dot(kind, w, s, x, prepared, columns):
 
 
 @kernel()
-def some_rows(table, x, prepared, y, t, nt):
-    """Thread t's share of all weights in the table."""
-    rows, columns = x.shape
+def kinds(table):
+    """Which preparations the input of these weights needs: for int8, for MXFP4."""
+    needs_int8, needs_mx = False, False
     for i in range(len(table)):
-        w = table[i]
-        outputs = w[OUTPUTS]
-        for r in range(outputs * t // nt, outputs * (t + 1) // nt):
-            for n in range(rows):
-                y[w[START] + n * outputs + r] = dot(
-                    w[KIND],
-                    w[ADDRESS] + r * w[STRIDE],
-                    w[SCALES] + r * w[SCALE_STRIDE],
-                    x.ctypes.data + 4 * n * columns,
-                    prepared.ctypes.data + n * prepared.shape[1],
-                    columns,
-                )
+        needs_int8 |= table[i, KIND] == INT8
+        needs_mx |= table[i, KIND] == MX
+    return needs_int8, needs_mx
 
 
 @kernel(parallel=True)
-def few_rows(table, needs_int8, needs_mx, x, prepared, y, nt):
-    """All weights of the table times all rows of x."""
-    for n in range(len(prepared)):
-        prepare(needs_int8, needs_mx, x[n], prepared[n])
-    if nt == 1:
-        some_rows(table, x, prepared, y, 0, 1)
-    else:
-        for t in prange(nt):
-            some_rows(table, x, prepared, y, t, nt)
+def few_rows(table, x, prepared, y, nt):
+    """All weights of the table times all rows of x, side by side in y; each thread takes its share of every weight."""
+    needs_int8, needs_mx = kinds(table)
+    rows, columns = x.shape
+    if needs_int8 or needs_mx:
+        for n in range(rows):
+            prepare(needs_int8, needs_mx, x[n], prepared[n])
+    size = 0
+    for i in range(len(table)):
+        size += table[i, STRIDE] * table[i, OUTPUTS]
+    if size * rows < PARALLEL:
+        nt = 1
+    for t in prange(nt):
+        start = 0
+        for i in range(len(table)):
+            w = table[i]
+            outputs = w[OUTPUTS]
+            for r in range(outputs * t // nt, outputs * (t + 1) // nt):
+                for n in range(rows):
+                    y[n, start + r] = dot(
+                        w[KIND],
+                        w[ADDRESS] + r * w[STRIDE],
+                        w[SCALES] + r * w[SCALE_STRIDE],
+                        x.ctypes.data + 4 * n * columns,
+                        prepared.ctypes.data + n * prepared.shape[1],
+                        columns,
+                    )
+            start += outputs
 
 
-def describe(weight: Tensor | MXFP4 | Int8) -> tuple[int, ...]:
-    """Kind, address, bytes a row, address of scales, bytes of scales a row, rows: as the kernels read a weight."""
+class Row(NamedTuple):
+    """A weight as the kernels read it: its row of a table, as bytes, and how many outputs it has."""
+
+    packed: bytes
+    outputs: int
+
+
+def described(weight: Tensor | MXFP4 | Int8) -> Row | None:
+    """A weight's row, kept with the weight; None for storage that the kernels do not know."""
+    try:
+        return weight._row  # type: ignore[union-attr]
+    except AttributeError:
+        object.__setattr__(weight, "_row", row := _describe(weight))
+        return row
+
+
+def _describe(weight: Tensor | MXFP4 | Int8) -> Row | None:
     if isinstance(weight, MXFP4):
         codes, scales = weight.codes, weight.scales
-        return MX, codes.data_ptr(), codes.shape[1], scales.data_ptr(), scales.shape[1], codes.shape[0]
-    if isinstance(weight, Int8):
-        codes = weight.codes
-        return INT8, codes.data_ptr(), codes.shape[1], weight.scales.data_ptr(), 4, codes.shape[0]
-    rows, columns = weight.shape
-    if weight.dtype == torch.bfloat16:
-        return BF16, weight.data_ptr(), 2 * columns, 0, 0, rows
-    return F32, weight.data_ptr(), 4 * columns, 0, 0, rows
+        known = codes.is_contiguous() and scales.is_contiguous()
+        row = (MX, codes.data_ptr(), codes.shape[1], scales.data_ptr(), scales.shape[1], codes.shape[0])
+    elif isinstance(weight, Int8):
+        codes, scales = weight.codes, weight.scales
+        known = codes.is_contiguous() and scales.is_contiguous() and codes.shape[1] <= WIDEST
+        row = (INT8, codes.data_ptr(), codes.shape[1], scales.data_ptr(), 4, codes.shape[0])
+    else:
+        kind, size = (BF16, 2) if weight.dtype == torch.bfloat16 else (F32, 4)
+        known = weight.dtype in (torch.bfloat16, torch.float32) and weight.is_contiguous()
+        row = (kind, weight.data_ptr(), size * weight.shape[1], 0, 0, weight.shape[0])
+    return Row(np.array(row).tobytes(), row[OUTPUTS]) if known else None
 
 
-def readable(weight: Tensor | MXFP4 | Int8) -> bool:
-    """Whether the kernels know this storage."""
-    if isinstance(weight, MXFP4):
-        return weight.codes.is_contiguous() and weight.scales.is_contiguous()
-    if isinstance(weight, Int8):
-        return weight.codes.is_contiguous() and weight.codes.shape[1] <= WIDEST
-    return weight.dtype in (torch.bfloat16, torch.float32) and weight.is_contiguous()
+def table_of(rows: Sequence[Row]) -> np.ndarray:
+    """Rows of several weights as a table, int64 [n, 6]."""
+    return np.frombuffer(b"".join([row.packed for row in rows]), np.int64).reshape(-1, 6)
+
+
+def few(x: Tensor) -> np.ndarray | None:
+    """The rows of x as a float32 array, or None when they are too many, or float64."""
+    columns = x.shape[-1]
+    if x.numel() > ROWS * columns or x.dtype == torch.float64:
+        return None
+    return as_array(x).reshape(-1, columns)
+
+
+def as_array(x: Tensor) -> np.ndarray:
+    """A tensor as a contiguous float32 array."""
+    return x.float().contiguous().numpy()
+
+
+def as_tensor(y: np.ndarray, like: Tensor) -> Tensor:
+    """Rows as a tensor of the type and leading dimensions of ``like``."""
+    out = torch.from_numpy(y)
+    if like.dtype != torch.float32:
+        out = out.to(like.dtype)
+    return out.view(*like.shape[:-1], y.shape[-1])
 
 
 def linears(x: Tensor, weights: Sequence[Tensor | MXFP4 | Int8]) -> tuple[Tensor, ...]:
     """See ``reference.linears``."""
-    columns = x.shape[-1]
-    rows = x.numel() // columns
-    if rows > ROWS or x.dtype == torch.float64 or not all(readable(w) for w in weights):
+    xs, about = few(x), [described(w) for w in weights]
+    if xs is None or None in about:
         return reference.linears(x, weights)
-    table = np.empty((len(weights), 7), np.int64)
-    at = size = 0
-    needs_int8 = needs_mx = False
-    for i, weight in enumerate(weights):
-        about = describe(weight)
-        needs_int8 |= about[0] == INT8
-        needs_mx |= about[0] == MX
-        table[i] = (*about, at)
-        at += rows * about[5]
-        size += about[2] * about[5]
-    xs = rows_of(x, rows, columns)
-    prepared = np.empty((rows if needs_int8 or needs_mx else 0, HEAD + 8 * columns), np.uint8)
-    y = np.empty(at, np.float32)
-    few_rows(table, needs_int8, needs_mx, xs, prepared, y, threads() if size * rows > PARALLEL else 1)
-    out = torch.from_numpy(y)
-    shape = x.shape[:-1]
-    parts = (out[w[START] : w[START] + rows * w[OUTPUTS]].view(*shape, w[OUTPUTS]) for w in table.tolist())
-    return tuple(parts) if x.dtype == torch.float32 else tuple(p.to(x.dtype) for p in parts)
+    sizes = [row.outputs for row in about]  # type: ignore[union-attr]
+    y = _product(xs, about, sum(sizes))  # type: ignore[arg-type]
+    return as_tensor(y, x).split(sizes, -1)
 
 
-def rows_of(x: Tensor, rows: int, columns: int) -> np.ndarray:
-    """The rows of x as a contiguous float32 array."""
-    return x.detach().float().reshape(rows, columns).contiguous().numpy()
+def _product(xs: np.ndarray, about: Sequence[Row], outputs: int) -> np.ndarray:
+    y = np.empty((len(xs), outputs), np.float32)
+    few_rows(table_of(about), xs, scratch(xs), y, threads())
+    return y
+
+
+def scratch(xs: np.ndarray) -> np.ndarray:
+    """Room for the prepared form of some rows."""
+    return np.empty((len(xs), HEAD + 8 * xs.shape[1]), np.uint8)
 
 
 def linear(x: Tensor, weight: Tensor | MXFP4 | Int8) -> Tensor:
     """See ``reference.linear``."""
-    return linears(x, (weight,))[0]
+    xs, row = few(x), described(weight)
+    if xs is None or row is None:
+        return reference.linear(x, weight)
+    return as_tensor(_product(xs, (row,), row.outputs), x)

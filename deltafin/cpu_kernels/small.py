@@ -1,20 +1,19 @@
 """Operations on a token's vector alone, by one thread: ``rms_norm``, ``mix_depth``, and the choice of ``route``."""
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from deltafin.cpu_kernels.compiling import kernel
-from deltafin.cpu_kernels.linear import ROWS, linear, rows_of
+from deltafin.cpu_kernels.linear import ROWS, as_array, as_tensor, few, linear
 from deltafin.cpu_kernels.mathematics import exp, sigmoid, sum_of_products
 from deltafin.ops import reference
 from deltafin.quant import MXFP4, Int8
 
 
 @kernel()
-def _rms_norm(x, weight, eps, y):
+def norm_rows(x, weight, eps, y):
+    """Each row over its root mean square, times the weight."""
     for n in range(len(x)):
         s = np.float32(1) / np.sqrt(sum_of_products(x[n], x[n]) / np.float32(x.shape[1]) + eps)
         for i in range(x.shape[1]):
@@ -23,13 +22,12 @@ def _rms_norm(x, weight, eps, y):
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See ``reference.rms_norm``."""
-    columns = x.shape[-1]
-    rows = x.numel() // columns
-    if rows > ROWS or x.dtype == torch.float64:
+    xs = few(x)
+    if xs is None:
         return reference.rms_norm(x, weight, eps)
-    y = np.empty((rows, columns), np.float32)
-    _rms_norm(rows_of(x, rows, columns), weight.float().numpy(), np.float32(eps), y)
-    return torch.from_numpy(y).to(x.dtype).view(x.shape)
+    y = np.empty_like(xs)
+    norm_rows(xs, as_array(weight), np.float32(eps), y)
+    return as_tensor(y, x)
 
 
 @kernel()
@@ -53,21 +51,20 @@ def _mix(sources, query, eps, y):
                 y[n, i] += share * x[i]
 
 
-def mix_depth(sources: Sequence[Tensor], query_D: Tensor, eps: float) -> Tensor:
+def mix_depth(sources: Tensor, query_D: Tensor, eps: float) -> Tensor:
     """See ``reference.mix_depth``."""
-    first = sources[0]
-    width = first.shape[-1]
-    rows = first.numel() // width
-    if rows > ROWS or first.dtype == torch.float64:
+    depth, width = len(sources), sources.shape[-1]
+    if sources.numel() > depth * ROWS * width or sources.dtype == torch.float64:
         return reference.mix_depth(sources, query_D, eps)
-    stack = torch.stack([s.reshape(rows, width) for s in sources]).float().numpy()
-    y = np.empty((rows, width), np.float32)
-    _mix(stack, query_D.float().numpy(), np.float32(eps), y)
-    return torch.from_numpy(y).to(first.dtype).view(first.shape)
+    stack = as_array(sources).reshape(depth, -1, width)
+    y = np.empty(stack.shape[1:], np.float32)
+    _mix(stack, as_array(query_D), np.float32(eps), y)
+    return as_tensor(y, sources[0])
 
 
 @kernel()
-def _choose(logits, bias, renormalize, scale, ids, weights):
+def choose(logits, bias, renormalize, scale, ids, weights):
+    """The experts of each row by their logits: ids, increasing, and weights."""
     score = np.empty(logits.shape[1], np.float32)
     for n in range(len(logits)):
         for x in range(len(score)):
@@ -98,5 +95,5 @@ def route(
         return reference.route(x_ND, gate_XD, bias_X, chosen, renormalize, scale)
     logits = linear(x_ND.float(), gate_XD).numpy()
     ids, weights = np.empty((len(x_ND), chosen), np.int64), np.empty((len(x_ND), chosen), np.float32)
-    _choose(logits, bias_X.float().numpy(), renormalize, np.float32(scale), ids, weights)
+    choose(logits, as_array(bias_X), renormalize, np.float32(scale), ids, weights)
     return torch.from_numpy(ids), torch.from_numpy(weights)

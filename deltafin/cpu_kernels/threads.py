@@ -16,16 +16,18 @@ from numba import prange
 from deltafin.cpu_kernels.compiling import kernel
 
 _workers: list[int] = []
+_count = numba.get_num_threads()
 
 
 def threads() -> int:
     """The number of threads in use."""
-    return numba.get_num_threads()
+    return _count
 
 
 def use(count: int, cores: list[int]) -> None:
     """Use ``count`` threads from now on, or as many as Numba has; pin them if ``cores`` are as many CPU numbers."""
-    count = min(count, numba.config.NUMBA_NUM_THREADS)
+    global _count
+    _count = count = min(count, numba.config.NUMBA_NUM_THREADS)
     numba.set_num_threads(count)
     if count > 1 and count == len(cores):
         with contextlib.suppress(OSError):

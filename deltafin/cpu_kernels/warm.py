@@ -27,7 +27,10 @@ def compile_all() -> None:
     if mark is None or mark.exists():
         return
     command = [sys.executable, "-m", "deltafin.cpu_kernels.warm"]
-    workers = [subprocess.Popen([*command, str(part)], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for part in range(2)]
+    workers = [
+        subprocess.Popen([*command, str(part)], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        for part in range(2)
+    ]
     try:
         if not any([worker.wait() for worker in workers]):
             mark.touch()
@@ -57,7 +60,7 @@ def _others() -> None:
     x, packed = torch.ones(1, 32), MXFP4(torch.zeros(1, 16, dtype=torch.uint8), torch.zeros(1, 1, dtype=torch.uint8))
     OPS.linears(x, (torch.ones(1, 32), packed, Int8(torch.ones(1, 32, dtype=torch.int8), torch.ones(1))))
     OPS.rms_norm(x, x[0], 1e-5)
-    OPS.mix_depth([x, x], x[0], 1e-5)
+    OPS.mix_depth(torch.stack([x, x]), x[0], 1e-5)
     OPS.route(x, torch.ones(2, 32), torch.zeros(2), 1, True, 1.0)
 
 

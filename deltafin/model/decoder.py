@@ -69,6 +69,26 @@ class Block:
     ffn: Any
     ops: Ops
 
+    def mix(self, s: State, x_BTD: Tensor, eps: float, few: bool) -> Tensor:
+        """Return what the mixer of tokens adds to the stream, norm first; ``s`` is advanced."""
+        kind = self.layer.mixer
+        whole = self.ops.whole.get(type(kind)) if few else None
+        y = whole(kind, self.mixer, s, x_BTD, self.norms.mixer, eps, self.ops) if whole else None
+        if y is None:
+            x_BTD = self.ops.rms_norm(x_BTD, self.norms.mixer, eps)
+            y = MIXERS[type(kind)].forward(kind, self.mixer, s, x_BTD, eps, self.ops)
+        return y
+
+    def feed(self, x_BTD: Tensor, eps: float, few: bool) -> Tensor:
+        """Return what the feed-forward adds to the stream, norm first."""
+        kind = self.layer.ffn
+        whole = self.ops.whole.get(type(kind)) if few else None
+        y = whole(kind, self.ffn, x_BTD, self.norms.ffn, eps, self.ops) if whole else None
+        if y is None:
+            x_BTD = self.ops.rms_norm(x_BTD, self.norms.ffn, eps)
+            y = FEED_FORWARDS[type(kind)].forward(kind, self.ffn, x_BTD, eps, self.ops)
+        return y
+
 
 @dataclass(frozen=True)
 class Decoder:
@@ -91,13 +111,11 @@ Stream = residual.Sum | residual.Mixture
 def advance(m: Decoder, state: list[State], tokens_BT: Tensor) -> Iterator[Stream]:
     """Advance ``state`` by T tokens, layer by layer; yield the residual stream after every layer."""
     eps = m.config.eps
-    stream = residual.start(m.config.residual, m.edges.embed[tokens_BT].to(m.dtype), eps)
+    stream = residual.start(m.config.residual, m.edges.embed[tokens_BT].to(m.dtype), len(m.blocks), eps)
+    few = tokens_BT.shape[1] <= FEW and m.dtype != torch.float64
     for b, s in zip(m.blocks, state, strict=True):
-        mixer, ffn = MIXERS[type(b.layer.mixer)], FEED_FORWARDS[type(b.layer.ffn)]
-        x_BTD = b.ops.rms_norm(stream.read(b.norms.mixer_read, b.ops), b.norms.mixer, eps)
-        stream.add(mixer.forward(b.layer.mixer, b.mixer, s, x_BTD, eps, b.ops))
-        x_BTD = b.ops.rms_norm(stream.read(b.norms.ffn_read, b.ops), b.norms.ffn, eps)
-        stream.add(ffn.forward(b.layer.ffn, b.ffn, x_BTD, eps, b.ops))
+        stream.add(b.mix(s, stream.read(b.norms.mixer_read, b.ops), eps, few))
+        stream.add(b.feed(stream.read(b.norms.ffn_read, b.ops), eps, few))
         yield stream
 
 

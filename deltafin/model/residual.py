@@ -28,25 +28,30 @@ class Mixture:
     new one with its own output; so the first stored sum is the embedding. The mixture is only read, never added.
     """
 
-    def __init__(self, x_BTD: Tensor, block: int, eps: float) -> None:
-        self.prefix = x_BTD
-        self.blocks: list[Tensor] = []
-        self.sublayers, self.per_block, self.eps = 0, 2 * block, eps
+    def __init__(self, x_BTD: Tensor, block: int, layers: int, eps: float) -> None:
+        self.sums = x_BTD.new_empty(2 + (layers - 1) // block, *x_BTD.shape)  # the finished blocks', then the running one
+        self.sums[0] = x_BTD
+        self.finished, self.sublayers, self.per_block, self.eps = 0, 0, 2 * block, eps
+
+    @property
+    def prefix(self) -> Tensor:
+        """The sum that is still running."""
+        return self.sums[self.finished]
 
     def read(self, query_D: Tensor | None, ops: Ops) -> Tensor:
         """Return the mixture that the next sublayer sees (before its norm), BTD."""
-        return ops.mix_depth([*self.blocks, self.prefix], query_D, self.eps) if self.blocks else self.prefix
+        return ops.mix_depth(self.sums[: self.finished + 1], query_D, self.eps) if self.finished else self.prefix
 
     def add(self, y_BTD: Tensor) -> None:
         """Add a sublayer's output, or open a block with it."""
         if self.sublayers % self.per_block == 0:
-            self.blocks.append(self.prefix)
-            self.prefix = y_BTD
+            self.finished += 1
+            self.sums[self.finished] = y_BTD
         else:
-            self.prefix = self.prefix + y_BTD
+            self.sums[self.finished] += y_BTD
         self.sublayers += 1
 
 
-def start(kind: Plain | AttentionResidual, x_BTD: Tensor, eps: float) -> Sum | Mixture:
+def start(kind: Plain | AttentionResidual, x_BTD: Tensor, layers: int, eps: float) -> Sum | Mixture:
     """Begin a stream with the embedded tokens."""
-    return Mixture(x_BTD, kind.block, eps) if isinstance(kind, AttentionResidual) else Sum(x_BTD)
+    return Mixture(x_BTD, kind.block, layers, eps) if isinstance(kind, AttentionResidual) else Sum(x_BTD)

@@ -5,8 +5,8 @@ same state and gives the same answer; ``deltafin verify`` compares every row wit
 """
 
 import importlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
 
 from deltafin.ops import reference
 from deltafin.ops.reference import DeltaState, DeltaWeights, Expert
@@ -30,6 +30,8 @@ class Ops:
     mix_depth: Callable = reference.mix_depth
     together: bool = False
     """Whether a few tokens in one call give the same bits as one after the other."""
+    whole: Mapping[type, Callable] = field(default_factory=dict)
+    """Whole sublayers for a few tokens, by kind of layer: the norm and the kind's ``forward``, where that is faster."""
 
 
 FEW = 8

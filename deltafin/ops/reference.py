@@ -359,11 +359,11 @@ def experts(
     return y_NM.to(x_NM.dtype)
 
 
-def mix_depth(sources: Sequence[Tensor], query_D: Tensor, eps: float) -> Tensor:
-    """Mix vectors of several depths by softmax, token by token: BTD in the sources' type.
+def mix_depth(sources: Tensor, query_D: Tensor, eps: float) -> Tensor:
+    """Mix the vectors of several depths, [depths, B, T, D], by softmax, token by token: BTD in the sources' type.
 
     A source is scored by its RMS-normalised form times ``query_D`` and mixed raw (Kimi K3's attention residuals).
     """
-    stack = torch.stack([wide(s) for s in sources])
+    stack = wide(sources)
     scores = (stack * query_D.to(stack.dtype)).sum(-1) * torch.rsqrt(stack.square().mean(-1) + eps)
-    return (torch.softmax(scores, 0).unsqueeze(-1) * stack).sum(0).to(sources[0].dtype)
+    return (torch.softmax(scores, 0).unsqueeze(-1) * stack).sum(0).to(sources.dtype)

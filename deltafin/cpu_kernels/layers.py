@@ -1,0 +1,243 @@
+"""Whole sublayers for a few tokens, norm included: the operations of ``model/*.py`` in their order, called from Numba.
+
+For a small model the way from Python to a kernel and back costs more than the kernel. A sublayer is one call here, or
+two where Python has something to do in between: a cache that grows, experts that must be fetched. ``Ops.whole`` lists
+them by the kind of layer; the model's own forward does the same with one call an operation.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deltafin import config
+from deltafin.config import SiTU
+from deltafin.cpu_kernels.attention import attention
+from deltafin.cpu_kernels.compiling import kernel
+from deltafin.cpu_kernels.delta import PARALLEL, few_tokens
+from deltafin.cpu_kernels.experts import few_experts
+from deltafin.cpu_kernels.linear import HEAD, OUTPUTS, as_array, as_tensor, described, few, few_rows, table_of
+from deltafin.cpu_kernels.mathematics import sigmoid
+from deltafin.cpu_kernels.small import choose, norm_rows
+from deltafin.cpu_kernels.threads import threads
+
+NONE = np.empty((0, 6), np.int64)
+"""The table of a weight that a layer does not have."""
+
+
+@kernel()
+def product(table, x, nt):
+    """All weights of the table times the rows of x, side by side."""
+    outputs = 0
+    for i in range(len(table)):
+        outputs += table[i, OUTPUTS]
+    y = np.empty((len(x), outputs), np.float32)
+    few_rows(table, x, np.empty((len(x), HEAD + 8 * x.shape[1]), np.uint8), y, nt)
+    return y
+
+
+@kernel()
+def normed(x, weight, eps):
+    """The rows' RMS norm."""
+    y = np.empty_like(x)
+    norm_rows(x, weight, eps, y)
+    return y
+
+
+@kernel()
+def _part(y, first, width):
+    return np.ascontiguousarray(y[:, first : first + width])
+
+
+@kernel()
+def _kda(x, norm, eps, batch, groups, sizes, first, decay_up, gate_up, out, weights, tails, S, floor, nt):
+    tokens = len(x) // batch
+    y = product(first, normed(x, norm, eps), nt)
+    keys, values, heads = sizes[0], sizes[1], sizes[2]
+    q, k, v = _part(y, 0, keys), _part(y, keys, keys), _part(y, 2 * keys, values)
+    at = 2 * keys + values
+    beta = _part(y, at, heads)
+    decay = _part(y, at + heads, sizes[3])
+    gate = _part(y, at + heads + sizes[3], y.shape[1] - at - heads - sizes[3])
+    decay = product(decay_up, decay, nt)
+    if len(gate_up):
+        gate = product(gate_up, gate, nt)
+    inputs = (
+        q.reshape(batch, tokens, keys),
+        k.reshape(batch, tokens, keys),
+        v.reshape(batch, tokens, values),
+        decay.reshape(batch, tokens, decay.shape[1]),
+        beta.reshape(batch, tokens, heads),
+        gate.reshape(batch, tokens, values),
+    )
+    o = np.empty((batch, tokens, values), np.float32)
+    few_tokens(groups, inputs, weights, tails, S, floor, eps, o, nt if S.nbytes > PARALLEL else 1)
+    return product(out, o.reshape(batch * tokens, values), nt)
+
+
+def _plan(w: Any, *weights: Any) -> Any:
+    """Tables of several weights or groups of them; ``NONE`` for one that is absent. None if a storage is not known."""
+    tables = []
+    for group in weights:
+        rows = [described(x) for x in (group if isinstance(group, tuple) else (group,)) if x is not None]
+        if None in rows:
+            return None
+        tables.append(table_of(rows) if rows else NONE)  # type: ignore[arg-type]
+    return tuple(tables)
+
+
+def _kept(w: Any, make: Any) -> Any:
+    """What ``make`` gives, made once and kept with the layer's weights."""
+    try:
+        return w._whole
+    except AttributeError:
+        object.__setattr__(w, "_whole", made := make())
+        return made
+
+
+def kda(c: config.KDA, w: Any, s: Any, x_BTD: Tensor, norm: Tensor, eps: float, ops: Any) -> Tensor | None:
+    """Norm and ``model.kda.forward``; None where they must be done operation by operation."""
+
+    def make():
+        tables = _plan(w, w.first, w.decay_up, w.gate_up, w.out)
+        sizes = np.array((c.heads * c.key_dim, c.heads * c.value_dim, c.heads, c.decay_rank))
+        arrays = tuple(as_array(t) for t in w.between)
+        return tables and (sizes, *tables, arrays)
+
+    made = _kept(w, make)
+    if made is None or s.q_tail.dtype != torch.float32:
+        return None
+    sizes, first, decay_up, gate_up, out, arrays = made
+    y = _kda(
+        *(few(x_BTD), as_array(norm), np.float32(eps), len(x_BTD), 1, sizes, first, decay_up, gate_up, out, arrays),
+        *((s.q_tail.numpy(), s.k_tail.numpy(), s.v_tail.numpy()), s.S_BHVK.numpy()),
+        *(np.float32(c.decay_floor or 0), threads()),
+    )
+    s.length += x_BTD.shape[1]
+    return as_tensor(y, x_BTD)
+
+
+@kernel()
+def _before(x, norm, eps, first, q_norm, q_up, latent_norm, inner_eps, queries, rank, common, nt):
+    """Queries, normed latent, shared key, gate."""
+    y = product(first, normed(x, norm, eps), nt)
+    q = _part(y, 0, queries)
+    if len(q_up):
+        q = product(q_up, normed(q, q_norm, inner_eps), nt)
+    latent = normed(_part(y, queries, rank), latent_norm, inner_eps)
+    at = queries + rank
+    return q, latent, _part(y, at, common), _part(y, at + common, y.shape[1] - at - common)
+
+
+@kernel()
+def _after(o, gate, out, nt):
+    """The output gate and the last projection."""
+    if gate.shape[1]:
+        for n in range(len(o)):
+            for i in range(o.shape[1]):
+                o[n, i] *= sigmoid(gate[n, i])
+    return product(out, o, nt)
+
+
+def mla(c: config.MLA, w: Any, s: Any, x_BTD: Tensor, norm: Tensor, eps: float, ops: Any) -> Tensor | None:
+    """Norm and ``model.mla.forward``; None where they must be done operation by operation."""
+
+    def make():
+        tables = _plan(w, w.first, w.q_up, w.latent_up, w.out)
+        return tables and (*tables, as_array(norm if w.q_norm is None else w.q_norm), as_array(w.latent_norm))
+
+    made = _kept(w, make)
+    if made is None or x_BTD.dtype != torch.float32:
+        return None
+    first, q_up, _, out, q_norm, latent_norm = made
+    q, latent, shared, gate = _before(
+        *(few(x_BTD), as_array(norm), np.float32(eps), first, q_norm, q_up, latent_norm, np.float32(c.eps)),
+        *(int(first[0, OUTPUTS]), c.latent_rank, c.shared_dim, threads()),
+    )
+    batch, tokens = x_BTD.shape[:2]
+    s.append(*(torch.from_numpy(y).view(batch, tokens, -1) for y in (latent, shared)))
+    cache = s.tensors()
+    q_BTHC = torch.from_numpy(q).view(batch, tokens, c.heads, -1)
+    o = attention(q_BTHC, cache["latent_BSR"], cache["shared_BSJ"], w.latent_up, c.value_dim)
+    return as_tensor(_after(o.numpy().reshape(batch * tokens, -1), gate, out, threads()), x_BTD)
+
+
+@kernel()
+def _gated(x, table, limits, nt):
+    rows = len(x)
+    width = table[0, OUTPUTS]
+    h, up = np.empty((rows, width), np.float32), np.empty((rows, width), np.float32)
+    y = np.empty((rows, table[2, OUTPUTS]), np.float32)
+    start, row, share = np.array((0, rows)), np.arange(rows), np.ones(rows, np.float32)
+    prepared = np.empty((rows, HEAD + 8 * x.shape[1]), np.uint8)
+    prepared_h = np.empty((rows, HEAD + 8 * width), np.uint8)
+    few_experts(table, start, row, share, limits, x, prepared, h, up, prepared_h, y, nt)
+    return y
+
+
+@kernel()
+def _mlp(x, norm, eps, table, limits, nt):
+    return _gated(normed(x, norm, eps), table, limits, nt)
+
+
+def mlp(c: config.MLP, w: Any, x_BTD: Tensor, norm: Tensor, eps: float, ops: Any) -> Tensor | None:
+    """Norm and ``model.mlp.forward``; None where they must be done operation by operation."""
+    made = _kept(w, lambda: _plan(w, (w.gate, w.up, w.down)))
+    if made is None:
+        return None
+    y = _mlp(few(x_BTD), as_array(norm), np.float32(eps), made[0], _limits(c.activation), threads())
+    return as_tensor(y, x_BTD)
+
+
+def _limits(kind: config.Activation) -> tuple[np.float32, np.float32]:
+    saturates = isinstance(kind, SiTU)
+    return (np.float32(kind.gate_limit), np.float32(kind.up_limit)) if saturates else (np.float32(0), np.float32(0))
+
+
+@kernel()
+def _chosen(x, norm, eps, router, bias, chosen, renormalize, scale, latent_down, nt):
+    """The normed rows, their form for the experts, ids and weights."""
+    x = normed(x, norm, eps)
+    ids, weights = np.empty((len(x), chosen), np.int64), np.empty((len(x), chosen), np.float32)
+    choose(product(router, x, nt), bias, renormalize, scale, ids, weights)
+    return x, product(latent_down, x, nt) if len(latent_down) else x, ids, weights
+
+
+@kernel()
+def _rest(x, y, eps, latent_norm, latent_up, shared, limits, nt):
+    """What follows the experts: back from the latent width, and the shared expert."""
+    if len(latent_norm):
+        y = normed(y, latent_norm, eps)
+    if len(latent_up):
+        y = product(latent_up, y, nt)
+    if len(shared):
+        other = _gated(x, shared, limits, nt)
+        for n in range(len(y)):
+            for i in range(y.shape[1]):
+                y[n, i] += other[n, i]
+    return y
+
+
+def moe(c: config.MoE, w: Any, x_BTD: Tensor, norm: Tensor, eps: float, ops: Any) -> Tensor | None:
+    """Norm and ``model.moe.forward``; None where they must be done operation by operation."""
+
+    def make():
+        tables = _plan(w, w.router, w.latent_down, w.latent_up, (w.shared_gate, w.shared_up, w.shared_down))
+        latent_norm = np.empty(0, np.float32) if w.latent_norm is None else as_array(w.latent_norm)
+        return tables and (*tables, as_array(w.router_bias), latent_norm)
+
+    made = _kept(w, make)
+    if made is None:
+        return None
+    router, latent_down, latent_up, shared, bias, latent_norm = made
+    eps32, nt = np.float32(eps), threads()
+    x, z, ids, weights = _chosen(
+        *(few(x_BTD), as_array(norm), eps32, router, bias, c.chosen, c.renormalize, np.float32(c.scale)),
+        *(latent_down, nt),
+    )
+    y = w.experts(*(torch.from_numpy(a) for a in (z, ids, weights)), c.activation, ops)
+    return as_tensor(_rest(x, y.numpy(), eps32, latent_norm, latent_up, shared, _limits(c.activation), nt), x_BTD)
+
+
+WHOLE = {config.KDA: kda, config.MLA: mla, config.MLP: mlp, config.MoE: moe}
