@@ -1,7 +1,7 @@
 """The public face: load a model, generate, talk, save and resume."""
 
 import time
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -26,13 +26,25 @@ Message = Mapping[str, Any]
 """A message in the usual shape: role, content, and what belongs to it."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+RESIDENT = ("keep", "int8")
+EXPERTS = ("keep", "mxfp4", "int8")
+"""How plain matrices, and those of routed experts, can be held: as and where they are stored, or packed in memory."""
+
 SMALL = 100 << 20
 """Bytes of weights below which a second thread is not worth waking: the products are over before it has begun."""
 
 EMBEDDED = Path(__file__).parent / "nano"
 
 
-def load(name_or_path: str | Path = "nano", *, dtype: str = "float32", threads: int | None = None) -> "Model":
+def load(
+    name_or_path: str | Path = "nano",
+    *,
+    dtype: str = "float32",
+    threads: int | None = None,
+    resident: str = "keep",
+    experts: str = "keep",
+    progress: Callable[[str], None] | None = None,
+) -> "Model":
     """Open a model: ``"nano"``, the one that ships with deltafin, or the folder of a Hugging Face snapshot.
 
     Weights are read in place and keep the precision they are stored in. ``dtype`` is the type of the activations:
@@ -40,11 +52,19 @@ def load(name_or_path: str | Path = "nano", *, dtype: str = "float32", threads: 
     model's makers run it, or ``"float64"`` for proofs. ``threads`` is how many CPU threads torch uses in this
     process (default: one for a small model, else as torch decides).
 
+    ``resident="int8"`` packs the matrices that every token uses into memory, at half the bytes of bfloat16;
+    ``experts="mxfp4"`` or ``"int8"`` the routed experts, at a quarter or half. What is stored packed stays as it is,
+    and so does the router. Both round: the model is then not exactly the published one, and ``info`` says so.
+    ``progress`` is called with what is being packed.
+
     Raises ``CheckpointError`` or ``ConfigError`` naming what is wrong with the files, ``UsageError`` for an argument
     that cannot work.
     """
     if dtype not in DTYPES:
         raise UsageError(f"dtype {dtype!r} is not supported", f"use {', '.join(DTYPES)}")
+    for name, value, supported in (("resident", resident, RESIDENT), ("experts", experts, EXPERTS)):
+        if value not in supported:
+            raise UsageError(f"{name} {value!r} is not supported", f"use {', '.join(supported)}")
     if threads is not None and threads < 1:
         raise UsageError(f"threads {threads} is not supported", "use 1 or more")
     path = EMBEDDED if str(name_or_path) == "nano" else Path(name_or_path).expanduser()
@@ -57,23 +77,35 @@ def load(name_or_path: str | Path = "nano", *, dtype: str = "float32", threads: 
         threads = 1
     if threads is not None:
         torch.set_num_threads(threads)
-    return Model(store, ops.REFERENCE, DTYPES[dtype])
+    return Model(store, ops.REFERENCE, DTYPES[dtype], resident, experts, progress)
 
 
 class Model:
     """A model that is ready to run. Made by ``load``; frozen: what changes are the sessions it gives out."""
 
-    def __init__(self, store: Snapshot, table: ops.Ops, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        store: Snapshot,
+        table: ops.Ops,
+        dtype: torch.dtype,
+        resident: str = "keep",
+        experts: str = "keep",
+        progress: Callable[[str], None] | None = None,
+    ) -> None:
         self._store = store
         self.path = store.path
         self.name = "nano" if store.path == EMBEDDED else store.path.resolve().name
         self.config: ModelConfig = store.config
-        self.decoder: Decoder = assemble(store, table, dtype)
+        self.decoder: Decoder
+        self.decoder, self._saved = assemble(store, table, dtype, resident, experts, progress)
+        chosen = {"resident": resident, "experts": experts}
+        self._packed = {what: chosen[what] for what in self._saved}
 
     @property
     def fingerprint(self) -> str:
-        """Who this model is, for saved sessions: its files and the type of its activations."""
-        return f"{self._store.fingerprint}-{str(self.decoder.dtype).removeprefix('torch.')}"
+        """Who this model is, for saved sessions: its files, the type of its activations, and what was packed."""
+        packed = "".join(f"-{what}-{how}" for what, how in self._packed.items())
+        return f"{self._store.fingerprint}-{str(self.decoder.dtype).removeprefix('torch.')}{packed}"
 
     def in_dtype(self, dtype: torch.dtype) -> Decoder:
         """Return the same weights with another type of activations."""
@@ -102,7 +134,7 @@ class Model:
             "path": str(self.path),
             "family": self.config.family,
             "parameters": totals["parameters"],
-            "bytes": totals["bytes"],
+            "bytes": totals["bytes"] - sum(self._saved.values()),
             "layers": f"{len(layers)} ({linear} KDA, {len(layers) - linear} latent attention)",
             "width": self.config.width,
             "vocabulary": self.config.vocab,
@@ -112,14 +144,23 @@ class Model:
             about["experts"] = (
                 f"{moe.experts} a layer, {moe.chosen} chosen, {'a' if moe.shared_width else 'no'} shared one"
             )
-            about["expert bytes"] = totals["expert bytes"]
+            about["expert bytes"] = totals["expert bytes"] - self._saved["experts"]
+            about["expert weights"] = self._held("experts", set[str]().union(*self._store.expert_formats.values()))
         return about | {
+            "resident weights": self._held("resident"),
             "activations": str(self.decoder.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
             "operations": f"{table.name}, {', '.join(replaced)} replaced" if replaced else f"{table.name} reference",
             "skipped tensors": ", ".join(f"{count} {part}" for part, count in self._store.skipped.items()) or "none",
             "fingerprint": self.fingerprint[:16],
         }
+
+    def _held(self, what: str, formats: Collection[str] = ()) -> str:
+        """Say how weights are held; ``formats`` are what they are stored as."""
+        if what not in self._packed:
+            return ", ".join([*sorted(formats), "as stored"])
+        packed = f"{self._packed[what].replace('mxfp4', 'MXFP4')} (chosen; not exactly the published weights)"
+        return f"{packed}, some MXFP4 as stored" if "MXFP4" in formats else packed
 
     def logits(self, token_ids: Sequence[int]) -> Tensor:
         """Return the logits after each of T tokens: float32 [T, Z]."""
