@@ -26,6 +26,10 @@ Message = Mapping[str, Any]
 """A message in the usual shape: role, content, and what belongs to it."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+RESIDENT = ("keep", "int8")
+EXPERTS = ("keep", "mxfp4", "int8")
+"""How plain matrices, and those of routed experts, can be held: as and where they are stored, or packed in memory."""
+
 SMALL = 100 << 20
 """Bytes of weights below which a second thread is not worth waking: the products are over before it has begun."""
 
@@ -40,6 +44,8 @@ def load(
     dtype: str = "float32",
     threads: int | None = None,
     backend: str = "auto",
+    resident: str = "keep",
+    experts: str = "keep",
     progress: Callable[[str], None] | None = None,
 ) -> "Model":
     """Open a model: ``"nano"``, the one that ships with deltafin, or the folder of a Hugging Face snapshot.
@@ -50,6 +56,10 @@ def load(
     one for a small model, else the physical cores). ``backend`` is ``"numba"`` (what ``"auto"`` means so far) or
     ``"reference"``, plain torch. ``progress`` is called with one line before anything that takes long.
 
+    ``resident="int8"`` packs the matrices that every token uses into memory, at half the bytes of bfloat16;
+    ``experts="mxfp4"`` or ``"int8"`` the routed experts, at a quarter or half. What is stored packed stays as it is,
+    and so does the router. Both round: the model is then not exactly the published one, and ``info`` says so.
+
     Raises ``CheckpointError`` or ``ConfigError`` naming what is wrong with the files, ``UsageError`` for an argument
     that cannot work.
     """
@@ -57,6 +67,9 @@ def load(
         raise UsageError(f"dtype {dtype!r} is not supported", f"use {', '.join(DTYPES)}")
     if backend not in BACKENDS:
         raise UsageError(f"backend {backend!r} is not supported", f"use {', '.join(BACKENDS)}")
+    for name, value, supported in (("resident", resident, RESIDENT), ("experts", experts, EXPERTS)):
+        if value not in supported:
+            raise UsageError(f"{name} {value!r} is not supported", f"use {', '.join(supported)}")
     if threads is not None and threads < 1:
         raise UsageError(f"threads {threads} is not supported", "use 1 or more")
     path = EMBEDDED if str(name_or_path) == "nano" else Path(name_or_path).expanduser()
@@ -69,23 +82,35 @@ def load(
         threads = 1 if store.totals["bytes"] < SMALL else machine.threads()
     torch.set_num_threads(threads)
     table = ops.REFERENCE if backend == "reference" else ops.ready("numba", threads, machine.cores(), progress)
-    return Model(store, table, DTYPES[dtype])
+    return Model(store, table, DTYPES[dtype], resident, experts, progress)
 
 
 class Model:
     """A model that is ready to run. Made by ``load``; frozen: what changes are the sessions it gives out."""
 
-    def __init__(self, store: Snapshot, table: ops.Ops, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        store: Snapshot,
+        table: ops.Ops,
+        dtype: torch.dtype,
+        resident: str = "keep",
+        experts: str = "keep",
+        progress: Callable[[str], None] | None = None,
+    ) -> None:
         self._store = store
         self.path = store.path
         self.name = "nano" if store.path == EMBEDDED else store.path.resolve().name
         self.config: ModelConfig = store.config
-        self.decoder: Decoder = assemble(store, table, dtype)
+        self.decoder: Decoder
+        self.decoder, self._saved = assemble(store, table, dtype, resident, experts, progress)
+        chosen = {"resident": resident, "experts": experts}
+        self._packed = {what: chosen[what] for what in self._saved}
 
     @property
     def fingerprint(self) -> str:
-        """Who this model is, for saved sessions: its files and the type of its activations."""
-        return f"{self._store.fingerprint}-{str(self.decoder.dtype).removeprefix('torch.')}"
+        """Who this model is, for saved sessions: its files, the type of its activations, and what was packed."""
+        packed = "".join(f"-{what}-{how}" for what, how in self._packed.items())
+        return f"{self._store.fingerprint}-{str(self.decoder.dtype).removeprefix('torch.')}{packed}"
 
     def in_dtype(self, dtype: torch.dtype) -> Decoder:
         """Return the same weights with another type of activations."""
@@ -114,7 +139,7 @@ class Model:
             "path": str(self.path),
             "family": self.config.family,
             "parameters": totals["parameters"],
-            "bytes": totals["bytes"],
+            "bytes": totals["bytes"] - sum(self._saved.values()),
             "layers": f"{len(layers)} ({linear} KDA, {len(layers) - linear} latent attention)",
             "width": self.config.width,
             "vocabulary": self.config.vocab,
@@ -124,14 +149,23 @@ class Model:
             about["experts"] = (
                 f"{moe.experts} a layer, {moe.chosen} chosen, {'a' if moe.shared_width else 'no'} shared one"
             )
-            about["expert bytes"] = totals["expert bytes"]
+            about["expert bytes"] = totals["expert bytes"] - self._saved["experts"]
+            about["expert weights"] = self._held("experts", set[str]().union(*self._store.expert_formats.values()))
         return about | {
+            "resident weights": self._held("resident"),
             "activations": str(self.decoder.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
             "operations": f"{table.name}, {', '.join(replaced)} replaced" if replaced else f"{table.name} reference",
             "skipped tensors": ", ".join(f"{count} {part}" for part, count in self._store.skipped.items()) or "none",
             "fingerprint": self.fingerprint[:16],
         }
+
+    def _held(self, what: str, formats: Collection[str] = ()) -> str:
+        """Say how weights are held; ``formats`` are what they are stored as."""
+        if what not in self._packed:
+            return ", ".join([*sorted(formats), "as stored"])
+        packed = f"{self._packed[what].replace('mxfp4', 'MXFP4')} (chosen; not exactly the published weights)"
+        return f"{packed}, some MXFP4 as stored" if "MXFP4" in formats else packed
 
     def logits(self, token_ids: Sequence[int]) -> Tensor:
         """Return the logits after each of T tokens: float32 [T, Z]."""

@@ -1,6 +1,6 @@
-"""A layer's routed experts, wherever they live. So far they live in the mapped files of the model."""
+"""A layer's routed experts, wherever they live: in the mapped files of the model, or packed in memory."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 from torch import Tensor
@@ -21,3 +21,14 @@ class MappedExperts:
     def __call__(self, x_NM: Tensor, ids_NE: Tensor, weight_NE: Tensor, activation: Activation, ops: Ops) -> Tensor:
         """Return the weighted sum over each row's experts, NM."""
         return ops.experts(x_NM, ids_NE, weight_NE, self.read, activation)
+
+
+class PackedExperts:
+    """Experts that were packed when the model was opened, and are held in memory."""
+
+    def __init__(self, experts: Sequence[Expert]) -> None:
+        self.held = tuple(experts)
+
+    def __call__(self, x_NM: Tensor, ids_NE: Tensor, weight_NE: Tensor, activation: Activation, ops: Ops) -> Tensor:
+        """Return the weighted sum over each row's experts, NM."""
+        return ops.experts(x_NM, ids_NE, weight_NE, self.held.__getitem__, activation)

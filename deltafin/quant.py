@@ -1,4 +1,4 @@
-"""Packed number formats: MXFP4, exact to unpack, and the rule that packs it."""
+"""Packed number formats, MXFP4 and int8: what they mean, and the rules that pack them."""
 
 from dataclasses import dataclass
 
@@ -12,6 +12,12 @@ GROUP = 32
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """What the low three bits of a code mean (E2M1); bit 3 is the sign."""
+
+BLOCK = 1 << 17
+"""Numbers that are packed at a time: what is copied for them stays in the processor's cache, and small."""
+
+SHRINKS = tuple(1 - i / 100 for i in range(9))
+"""How much of a row's largest magnitude int8 may span; beyond it is cut off, so that the rest lies on a finer grid."""
 
 _CODES = torch.tensor([*MAGNITUDES, *(-m for m in MAGNITUDES)], dtype=torch.float64)
 _PAIRS = torch.stack([_CODES.repeat(16), _CODES.repeat_interleave(16)], 1)  # byte -> its low, its high nibble
@@ -36,6 +42,11 @@ class MXFP4:
         """The shape of the matrix that is packed."""
         return torch.Size([*self.codes.shape[:-1], self.codes.shape[-1] * 2])
 
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it takes."""
+        return self.codes.nbytes + self.scales.nbytes
+
     def unpack(self, dtype: torch.dtype) -> Tensor:
         """Every value, exactly: in float32 and float64 always, in bfloat16 for scales 1 to 252."""
         pairs, scales = _TABLES[torch.float64 if dtype == torch.float64 else torch.float32]
@@ -51,34 +62,55 @@ def check_scales(weight: MXFP4, name: str) -> None:
         )
 
 
-def pack_mxfp4(values: Tensor) -> MXFP4:
+def pack_mxfp4(values: Tensor, *, closest: bool = False) -> MXFP4:
     """Round ``values`` [.., C], C a multiple of 32, to MXFP4; values that MXFP4 can hold come back unchanged.
 
     A group's scale is the power of two that puts its largest magnitude between 3.5 and 7 (beyond 6 is rounded to 6);
-    groups of zeros get scale 2^0, so that nothing is divided by zero.
+    groups of zeros get scale 2^0, so that nothing is divided by zero. ``closest`` takes half of that scale where the
+    squared error is smaller so. Twice the scale never wins: all it adds are 8 and 12, and 6 is as near to 7 as 8 is.
     """
-    if not bool(torch.isfinite(values).all()):
-        raise ValueError("only finite values can be packed")
-    groups = values.to(torch.float64).unflatten(-1, (-1, GROUP))
-    largest = groups.abs().amax(-1)
-    exponent = torch.frexp(largest)[1] - 3  # largest in [4, 8) units of 2^exponent
-    exponent = exponent + (torch.ldexp(largest, -exponent) > 7.0)
-    exponent = torch.where(largest == 0, 0, exponent).clamp(-127, 127)
-    units = torch.ldexp(groups, -exponent.unsqueeze(-1))
-    magnitudes = torch.tensor(MAGNITUDES, dtype=torch.float64)
-    middles = (magnitudes[1:] + magnitudes[:-1]) / 2
-    code = torch.bucketize(units.abs(), middles)  # a tie goes to the lower magnitude ...
-    tie = torch.isin(units.abs(), middles) & (code % 2 == 1)
-    code = code + tie  # ... unless its code is odd: round half to even
-    code = (code + 8 * torch.signbit(units)).to(torch.uint8).flatten(-2)
-    return MXFP4(code[..., 0::2] | code[..., 1::2] << 4, (exponent + 127).to(torch.uint8))
+    if values.shape[-1] % GROUP:
+        raise ValueError(f"{values.shape[-1]} columns are not groups of {GROUP}")
+    groups = values.reshape(-1, GROUP)
+    codes = torch.empty(len(groups), GROUP // 2, dtype=torch.uint8)
+    scales = torch.empty(len(groups), dtype=torch.uint8)
+    wide = torch.float64 if values.dtype == torch.float64 else torch.float32
+    for start in range(0, len(groups), BLOCK // GROUP):
+        part = slice(start, start + BLOCK // GROUP)
+        x = groups[part].to(wide)
+        magnitude = x.abs()
+        largest = magnitude.amax(-1, keepdim=True)
+        if not bool(torch.isfinite(largest).all()):
+            raise ValueError("only finite values can be packed")
+        exponent = torch.frexp(largest)[1] - 3  # largest in [4, 8) units of 2^exponent
+        exponent = exponent + (torch.ldexp(largest, -exponent) > 7.0)
+        exponent = torch.where(largest == 0, 0, exponent).clamp(-127, 127)
+        units = magnitude * torch.ldexp(torch.ones_like(largest), -exponent)
+        nearest = _nearest(units)
+        if closest:
+            finer = _nearest(units * 2) / 2
+            better = (finer - units).square().sum(-1, keepdim=True) < (nearest - units).square().sum(-1, keepdim=True)
+            better &= exponent > -127
+            nearest = torch.where(better, finer * 2, nearest)
+            exponent = exponent - better.int()
+        code = torch.minimum(torch.minimum(nearest * 2, nearest + 2), nearest / 2 + 4)  # MAGNITUDES backwards
+        code = code.to(torch.uint8) | torch.signbit(x).to(torch.uint8) << 3
+        codes[part] = code[:, 0::2] | code[:, 1::2] << 4
+        scales[part] = exponent.squeeze(-1) + 127
+    return MXFP4(codes.view(*values.shape[:-1], -1), scales.view(*values.shape[:-1], -1))
+
+
+def _nearest(units: Tensor) -> Tensor:
+    """Return the nearest of ``MAGNITUDES``, the even code on a tie; its steps are 0.5, from 2 on 1, from 4 on 2."""
+    step = 0.5 + 0.5 * (units >= 2) + (units >= 4)
+    return (units / step).round_().mul_(step).clamp_(max=MAGNITUDES[-1])
 
 
 @dataclass(frozen=True)
 class Int8:
-    """A matrix of whole numbers with one float32 scale a row: value = code * scale.
+    """A matrix of whole numbers from -127 to 127, with a scale for each row.
 
-    ``codes`` int8 [.., O, I], -127 to 127; ``scales`` float32 [.., O].
+    ``codes`` int8 [.., O, I]; ``scales`` float32 [.., O]. A value is its code times the scale of its row.
     """
 
     codes: Tensor
@@ -89,7 +121,45 @@ class Int8:
         """The shape of the matrix that is packed."""
         return self.codes.shape
 
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it takes."""
+        return self.codes.nbytes + self.scales.nbytes
+
     def unpack(self, dtype: torch.dtype) -> Tensor:
-        """Every value, in ``dtype``."""
+        """Every value: exact in float64, and else the product in float32, rounded to ``dtype``."""
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         return (self.codes.to(wide) * self.scales.to(wide).unsqueeze(-1)).to(dtype)
+
+
+def pack_int8(values: Tensor) -> Int8:
+    """Round ``values`` [.., O, I] to int8; rows of zeros get scale 1.
+
+    A row's scale is the one of ``SHRINKS`` times largest / 127 that has the smallest squared error.
+    """
+    rows = values.reshape(-1, values.shape[-1])
+    codes = torch.empty(rows.shape, dtype=torch.int8)
+    scales = torch.empty(len(rows))
+    limits = torch.finfo(torch.float32)
+    step = max(1, BLOCK // rows.shape[1])
+    for start in range(0, len(rows), step):
+        part = slice(start, start + step)
+        x = rows[part].float()
+        largest = x.abs().amax(-1, keepdim=True)
+        if not bool(torch.isfinite(largest).all()):
+            raise ValueError("only finite values can be packed")
+        scale = (largest / 127).clamp(limits.tiny, limits.max / 128)  # neither x / scale nor 127 * scale overflows
+        scale = torch.where(largest == 0, 1.0, scale)
+        units = x / scale  # errors are compared in these, so that no square overflows or vanishes
+        best, shrink = torch.full_like(scale, torch.inf), torch.ones_like(scale)
+        for candidate in SHRINKS:
+            error = _whole(units / candidate).mul_(candidate).sub_(units).square_().sum(-1, keepdim=True)
+            shrink[error < best] = candidate
+            best = torch.minimum(error, best)
+        codes[part] = _whole(units / shrink)
+        scales[part] = (scale * shrink).squeeze(-1)
+    return Int8(codes.view(values.shape), scales.view(values.shape[:-1]))
+
+
+def _whole(units: Tensor) -> Tensor:
+    return units.round_().clamp_(-127, 127)

@@ -103,8 +103,8 @@ class Snapshot:
     """A folder as the hub publishes it, seen through its family: read our tensors by our names.
 
     ``totals`` counts parameters, bytes, and of these the bytes of routed experts and of scales; ``skipped`` counts the
-    tensors of parts that a text model does not run. Raises ``CheckpointError`` or ``ConfigError`` when the folder is
-    not a complete, consistent model.
+    tensors of parts that a text model does not run; ``expert_formats`` has what a layer's experts are stored as.
+    Raises ``CheckpointError`` or ``ConfigError`` when the folder is not a complete, consistent model.
     """
 
     def __init__(self, path: Path) -> None:
@@ -128,8 +128,9 @@ class Snapshot:
         }
         self.skipped = Counter[str]()
         self.totals = Counter[str]()
+        self.expert_formats: dict[int, set[str]] = {layer: set() for layer in self._experts}
         self._account()
-        self._maps: dict[int, Tensor] = {}
+        self._maps: dict[int, tuple[mmap.mmap, Tensor]] = {}
         if self.totals["scale bytes"] <= CHECKED_AT_ONCE:
             for layer, (moe, _) in self._experts.items():
                 for x in range(moe.experts):
@@ -154,6 +155,29 @@ class Snapshot:
         """Return one routed expert: views of what is stored."""
         _, names = self._experts[layer]
         return Expert(*(self._stored(name) for name in names(x)))
+
+    def release(self, name: str) -> int:
+        """Let the system drop one of our tensors' pages; return how many bytes nothing else of ours is made from.
+
+        Only where the pages lie changes: a view that is still there reads them anew.
+        """
+        sources = self.rules[name].sources
+        others = {source for other, rule in self.rules.items() if other != name for source in rule.sources}
+        return sum(self._release(source) * (source not in others) for source in sources)
+
+    def release_expert(self, layer: int, x: int) -> None:
+        """Let the system drop the pages of one routed expert."""
+        for source in self._experts[layer][1](x):
+            self._release(source)
+
+    def _release(self, source: str) -> int:
+        size = 0
+        for e in (self.entries[name] for name in self._names(source)):
+            size += e.stop - e.start
+            if e.file in self._maps and hasattr(mmap, "MADV_DONTNEED"):  # not on Windows
+                start = e.start - e.start % mmap.PAGESIZE
+                self._maps[e.file][0].madvise(mmap.MADV_DONTNEED, start, e.stop - start)
+        return size
 
     @cached_property
     def fingerprint(self) -> str:
@@ -216,6 +240,8 @@ class Snapshot:
                         missing.append(source)
                     else:
                         self._check_expert(names, shape, layer, x)
+                        packed = len(names) > 1
+                        self.expert_formats[layer].add("MXFP4" if packed else self.entries[names[0]].dtype)
         if missing:
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
             raise CheckpointError(
@@ -257,7 +283,7 @@ class Snapshot:
                 return names
         return ()
 
-    def _stored(self, source: str) -> Weight:
+    def _stored(self, source: str) -> Tensor | MXFP4:
         names = self._names(source)
         if len(names) == 1:
             return self._view(names[0])
@@ -275,12 +301,12 @@ class Snapshot:
                 mapped = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "The given buffer is not writable")  # nothing writes to weights
-                self._maps[e.file] = torch.frombuffer(mapped, dtype=torch.uint8)
-        part, dtype = self._maps[e.file][e.start : e.stop], DTYPES[e.dtype]
+                self._maps[e.file] = mapped, torch.frombuffer(mapped, dtype=torch.uint8)
+        part, dtype = self._maps[e.file][1][e.start : e.stop], DTYPES[e.dtype]
         return (part.clone() if e.start % dtype.itemsize else part).view(dtype).view(e.shape)
 
 
 def _dense(weight: Weight) -> Tensor:
-    if isinstance(weight, MXFP4):
+    if not isinstance(weight, Tensor):
         raise ValueError("this tensor must not be packed")
     return weight

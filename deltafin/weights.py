@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from deltafin.errors import CheckpointError
-from deltafin.quant import MXFP4
+from deltafin.quant import MXFP4, Int8
 
-Weight = Tensor | MXFP4
+Weight = Tensor | MXFP4 | Int8
 """A matrix as a layer sees it: dense, or packed."""
 
 W = TypeVar("W")
@@ -59,6 +59,11 @@ def specs(kind: type, config: Any) -> Iterator[tuple[str, Spec]]:
             yield f.name, spec
 
 
+def matrices(kind: type) -> frozenset[str]:
+    """Names of the tensors that a weights class declares as ``Weight``: those that may be packed."""
+    return frozenset(f.name for f in fields(kind) if MXFP4 in get_args(f.type))
+
+
 def bind(
     kind: type[W],
     config: Any,
@@ -73,10 +78,10 @@ def bind(
     fields that are not declared tensors (routed experts). Raises ``CheckpointError`` on a wrong shape.
     """
     bound: dict[str, Any] = {f.name: None for f in fields(kind) if "spec" in f.metadata}  # type: ignore[arg-type]
-    types = {f.name: f.type for f in fields(kind)}  # type: ignore[arg-type]
+    may_be_packed = matrices(kind)
     for name, spec in specs(kind, config):
         tensor = read(name)
-        if isinstance(tensor, MXFP4) and MXFP4 not in get_args(types[name]):
+        if not isinstance(tensor, Tensor) and name not in may_be_packed:
             raise CheckpointError(f"{describe(name)} is packed, which is not supported for it")
         check_shape(tensor, spec.shape(sizes), describe(name))
         bound[name] = tensor.to(torch.float32) if spec.float32 and isinstance(tensor, Tensor) else tensor

@@ -68,6 +68,8 @@ BAD_LOADS = [
     ((DATA / "nano" / "prompts.jsonl",), {}, "no model folder"),
     (("nano",), {"dtype": "float8"}, "dtype 'float8'"),
     (("nano",), {"threads": 0}, "threads 0"),
+    (("nano",), {"resident": "mxfp4"}, "resident 'mxfp4'"),
+    (("nano",), {"experts": "int4"}, "experts 'int4'"),
 ]
 
 

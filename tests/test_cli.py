@@ -169,6 +169,30 @@ def test_loading_options_reach_the_model(model, command):
     assert (model.asked["dtype"], model.asked["threads"]) == ("float32", None)
 
 
+@pytest.mark.parametrize("command", [["run", "nano", "hi"], ["chat"], ["info", "nano"]])
+def test_packing_is_asked_for_and_then_shown(model, command):
+    assert invoke(*command, stdin="").exit_code == 0
+    assert (model.asked["resident"], model.asked["experts"]) == ("keep", "keep")
+    assert "progress" not in model.asked
+    assert invoke(*command, "--resident", "int8", "--experts", "mxfp4", stdin="").exit_code == 0
+    assert (model.asked["resident"], model.asked["experts"]) == ("int8", "mxfp4")
+    model.asked.pop("progress")("packing layer 1 of 2")
+    assert invoke(*command, "--experts", "int8", stdin="").exit_code == 0
+    assert (model.asked["resident"], model.asked["experts"], "progress" in model.asked) == ("keep", "int8", True)
+
+
+def test_every_command_that_opens_a_model_can_pack_it():
+    for name, command in main.commands.items():
+        assert {"--resident", "--experts"} <= {option for p in command.params for option in p.opts}, name
+
+
+def test_what_was_packed_is_said(linear):
+    lines = invoke("info", linear.path, "--resident", "int8", "--experts", "mxfp4").stdout.splitlines()
+    said = {line.split("  ")[0]: line for line in lines}
+    assert said["resident weights"].endswith(" int8 (chosen; not exactly the published weights)")
+    assert said["expert weights"].endswith(" MXFP4 (chosen; not exactly the published weights)")
+
+
 SAMPLING = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2, "seed": 4}
 
 
@@ -197,6 +221,8 @@ def test_stats_go_to_stderr(model, command):
     [
         ["--dtype", "int3"],
         ["--threads", "0"],
+        ["--resident", "mxfp4"],
+        ["--experts", "int4"],
         ["--temperature", "-1"],
         ["--temperature", "nan"],
         ["--top-k", "-1"],

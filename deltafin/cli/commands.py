@@ -20,10 +20,14 @@ if TYPE_CHECKING:
 
 
 def load(model: str, options: dict[str, Any]) -> "Model":
-    """Load a model as the loading options ask."""
+    """Load a model as the loading options ask; packing takes long enough to be shown."""
     import deltafin
 
-    return deltafin.load(model, dtype=options["dtype"], threads=options["threads"])
+    chosen = {name: options[name] for name in ("dtype", "threads", "resident", "experts")}
+    if options["resident"] == options["experts"] == "keep":
+        return deltafin.load(model, **chosen)
+    with progress("packing") as update:
+        return deltafin.load(model, **chosen, progress=lambda what: update(description=what))
 
 
 @click.command()
@@ -160,8 +164,8 @@ def verify(context: click.Context, model: str | None, **options: Any) -> None:
     """
     from deltafin.verify import run as verify_all
 
+    loaded = load(model, options) if model else None
     with progress("verifying") as update:
-        loaded = load(model, options) if model else None
         rows = verify_all(loaded, progress=lambda what: update(description=what))
     header = ("operation", "implementation", "worst case", "absolute", "relative", "bound", "")
     cells = [

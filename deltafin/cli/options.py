@@ -21,6 +21,20 @@ LOADING = [
         type=click.IntRange(min=1),
         help="Processor threads; by default one for a small model, else all cores.",
     ),
+    click.option(
+        "--resident",
+        type=click.Choice(["keep", "int8"]),
+        default="keep",
+        show_default=True,
+        help="Hold what every token uses as it is stored, or rounded to int8 in memory.",
+    ),
+    click.option(
+        "--experts",
+        type=click.Choice(["keep", "mxfp4", "int8"]),
+        default="keep",
+        show_default=True,
+        help="Hold experts as they are stored, or rounded to fewer bits in memory.",
+    ),
 ]
 
 SAMPLING = [

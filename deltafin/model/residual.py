@@ -29,7 +29,7 @@ class Mixture:
     """
 
     def __init__(self, x_BTD: Tensor, block: int, layers: int, eps: float) -> None:
-        self.sums = x_BTD.new_empty(2 + (layers - 1) // block, *x_BTD.shape)  # the finished blocks', then the running one
+        self.sums = x_BTD.new_empty(2 + (layers - 1) // block, *x_BTD.shape)  # finished blocks', then the running one
         self.sums[0] = x_BTD
         self.finished, self.sublayers, self.per_block, self.eps = 0, 0, 2 * block, eps
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from deltafin.config import Activation, SiTU
-from deltafin.quant import MXFP4
+from deltafin.quant import MXFP4, Int8
 
 CHUNK = 64
 """Tokens that the chunkwise delta rule advances at once; any number gives the same answer up to rounding."""
@@ -57,10 +57,10 @@ def linear(x: Tensor, weight: Tensor | MXFP4) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
 
-def _dense(weight: Tensor | MXFP4, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-    if isinstance(weight, MXFP4):
-        return MXFP4(weight.codes[start:stop], weight.scales[start:stop]).unpack(dtype)
-    return weight[start:stop].to(dtype)
+def _dense(weight: Tensor | MXFP4 | Int8, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+    if isinstance(weight, Tensor):
+        return weight[start:stop].to(dtype)
+    return type(weight)(weight.codes[start:stop], weight.scales[start:stop]).unpack(dtype)
 
 
 def linears(x: Tensor, weights: Sequence[Tensor | MXFP4]) -> tuple[Tensor, ...]:
