@@ -6,11 +6,13 @@ that were kept: the first run gives the bits of every later one. What is run is 
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import torch
 
+from deltafin import config
 from deltafin.config import SiTU
-from deltafin.cpu_kernels import OPS, compiling
+from deltafin.cpu_kernels import OPS, compiling, layers
 from deltafin.ops import DeltaState, DeltaWeights, Expert
 from deltafin.quant import MXFP4, Int8
 
@@ -39,32 +41,56 @@ def compile_all() -> None:
             worker.kill()
 
 
-def _delta_net() -> None:
-    w = DeltaWeights(*(torch.ones(32, 4) for _ in range(3)), torch.ones(1), torch.ones(32), torch.ones(32))
-    s = DeltaState(*(torch.ones(1, 3, 32) for _ in range(3)), torch.ones(1, 1, 32, 32))
-    x = torch.ones(1, 1, 32)
-    OPS.delta_net(x, x, x, x, torch.ones(1, 1, 1), x, w, s, None, 1e-5)
+X, ONE = torch.ones(1, 1, 32), torch.ones(32, 32)
 
 
-def _attention() -> None:
-    OPS.attention(torch.ones(1, 1, 1, 32), torch.ones(1, 4, 16), torch.ones(1, 4, 16), torch.ones(32, 16), 16)
+def _kda() -> None:
+    between = DeltaWeights(*(torch.ones(32, 4) for _ in range(3)), torch.ones(1), torch.ones(32), torch.ones(32))
+    w = SimpleNamespace(first=(ONE, ONE, ONE, ONE[:1], ONE, ONE), decay_up=ONE, gate_up=None, out=ONE, between=between)
+    s = SimpleNamespace(
+        **{name: torch.zeros(1, 3, 32) for name in ("q_tail", "k_tail", "v_tail")},
+        **{"S_BHVK": torch.zeros(1, 1, 32, 32), "length": 0},
+    )
+    kind = config.KDA(heads=1, key_dim=32, value_dim=32, conv_width=4, decay_rank=32)
+    layers.kda(kind, w, s, X, X[0, 0], 1e-5, OPS)
+    state = DeltaState(s.q_tail, s.k_tail, s.v_tail, s.S_BHVK)
+    OPS.delta_net(X, X, X, X, X[..., :1], X, between, state, None, 1e-5)
 
 
-def _experts() -> None:
-    w = torch.ones(32, 32)
-    ids, shares = torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1)
-    OPS.experts(torch.ones(1, 32), ids, shares, lambda _: Expert(w, w, w), SiTU())
+def _mla() -> None:
+    cache = {"latent_BSR": torch.ones(1, 4, 16), "shared_BSJ": torch.ones(1, 4, 16)}
+    s = SimpleNamespace(append=lambda latent, shared: None, tensors=lambda: cache)
+    w = SimpleNamespace(
+        **{"first": (ONE, ONE, ONE[:16]), "q_up": None, "q_norm": None},
+        **{"latent_up": ONE[:, :16].contiguous(), "latent_norm": torch.ones(16), "out": ONE[:, :16].contiguous()},
+    )
+    kind = config.MLA(heads=1, plain_dim=16, shared_dim=16, value_dim=16, latent_rank=16, gate=True)
+    layers.mla(kind, w, s, X, X[0, 0], 1e-5, OPS)
+
+
+def _feed_forwards() -> None:
+    layers.mlp(config.MLP(32, SiTU()), SimpleNamespace(gate=ONE, up=ONE, down=ONE), X, X[0, 0], 1e-5, OPS)
+    w = SimpleNamespace(
+        **{"experts": _one_expert, "router": ONE, "router_bias": ONE[0], "latent_norm": None},
+        **dict.fromkeys(("latent_down", "latent_up", "shared_gate", "shared_up", "shared_down"), None),
+    )
+    layers.moe(config.MoE(32, 1, 32, 0, SiTU()), w, X, X[0, 0], 1e-5, OPS)
+
+
+def _one_expert(x, ids, weights, activation, ops):
+    return ops.experts(x, ids, weights, lambda _: Expert(ONE, ONE, ONE), activation)
 
 
 def _others() -> None:
-    x, packed = torch.ones(1, 32), MXFP4(torch.zeros(1, 16, dtype=torch.uint8), torch.zeros(1, 1, dtype=torch.uint8))
-    OPS.linears(x, (torch.ones(1, 32), packed, Int8(torch.ones(1, 32, dtype=torch.int8), torch.ones(1))))
-    OPS.rms_norm(x, x[0], 1e-5)
-    OPS.mix_depth(torch.stack([x, x]), x[0], 1e-5)
-    OPS.route(x, torch.ones(2, 32), torch.zeros(2), 1, True, 1.0)
+    packed = MXFP4(torch.zeros(1, 16, dtype=torch.uint8), torch.zeros(1, 1, dtype=torch.uint8))
+    OPS.linears(X, (ONE, packed, Int8(torch.ones(1, 32, dtype=torch.int8), torch.ones(1))))
+    OPS.gated(X, ONE, ONE, ONE, SiTU())
+    OPS.rms_norm(X, X[0, 0], 1e-5)
+    OPS.mix_depth(torch.stack([X, X]), X[0, 0], 1e-5)
+    OPS.route(X[0], ONE, ONE[0], 1, True, 1.0)
 
 
-PARTS = ((_attention, _others), (_delta_net, _experts))
+PARTS = ((_kda, _others), (_mla, _feed_forwards))
 
 if __name__ == "__main__":
     for part in PARTS[int(sys.argv[1])]:
