@@ -452,14 +452,11 @@ def _delta_net(shapes: Shapes, rows: int) -> Case:
     keys, values = c.heads * c.key_dim, c.heads * c.value_dim
 
     def call(arena: Arena) -> Call:
-        weights = DeltaWeights(
-            *(arena.tensor(channels, c.conv_width) for channels in (keys, keys, values)),
-            torch.rand(c.heads),
-            torch.randn(keys),
-            torch.ones(c.value_dim),
-        )
-        tails = (torch.randn(1, c.conv_width - 1, channels) for channels in (keys, keys, values))
-        state = DeltaState(*tails, arena.tensor(1, c.heads, c.value_dim, c.key_dim).clone())  # others share the arena
+        q, k, v = (arena.tensor(channels, c.conv_width) for channels in (keys, keys, values))
+        weights = DeltaWeights(q, k, v, torch.rand(c.heads), torch.randn(keys), torch.ones(c.value_dim))
+        q, k, v = (torch.randn(1, c.conv_width - 1, channels) for channels in (keys, keys, values))
+        S_BHVK = arena.tensor(1, c.heads, c.value_dim, c.key_dim).clone()  # it changes, and others share the arena
+        state = DeltaState(q, k, v, S_BHVK)
         inputs = (torch.randn(1, rows, channels) for channels in (keys, keys, values, keys, c.heads, values))
         return Call((*inputs, weights, state, c.decay_floor, 1e-5), size(weights) + 2 * size(state))
 
