@@ -99,8 +99,11 @@ class KernelSpeed:
 
 def bandwidth(threads: int) -> tuple[float, float]:
     """Return GB/s of reading memory and of changing it in place, with all ``threads`` at work."""
+    before = torch.get_num_threads()
     # By name, as a backend is loaded: nothing imports a kernel.
-    return importlib.import_module("deltafin.cpu_kernels.bandwidth").measure(threads, room(), seconds=0.5, warm=2.5)
+    limits = importlib.import_module("deltafin.cpu_kernels.bandwidth").measure(threads, room(), seconds=0.5, warm=2.5)
+    torch.set_num_threads(before)  # Numba sets the count for both: torch on two threads was 30 times slower for Nano
+    return limits
 
 
 def room() -> int:

@@ -262,7 +262,7 @@ def bench(model: str, contexts: list[int] | None, kernels: bool, as_json: bool, 
         options["threads"] = options["threads"] or torch.get_num_threads()
     loaded = load(model, options)
     report: Any
-    with progress("measuring") as update:
+    with progress("measuring", animated=False) as update:
         if kernels:
             table = loaded.decoder.blocks[0].ops
             report = rows = bench.kernels(table, options["threads"], lambda what: update(description=what))
@@ -279,11 +279,14 @@ def bench(model: str, contexts: list[int] | None, kernels: bool, as_json: bool, 
 
 
 @contextlib.contextmanager
-def progress(what: str) -> Iterator[Callable[..., None]]:
-    """Show a bar on stderr, if that is a terminal; yield what updates description, completed, total."""
+def progress(what: str, animated: bool = True) -> Iterator[Callable[..., None]]:
+    """Show a bar on stderr, if that is a terminal; yield what updates description, completed, total.
+
+    One that is not animated is drawn by updates alone: no thread wakes in between, which would cost what is measured.
+    """
     from rich.console import Console
     from rich.progress import Progress
 
     console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        yield functools.partial(bar.update, bar.add_task(what, total=None))
+    with Progress(console=console, transient=True, disable=not console.is_terminal, auto_refresh=animated) as bar:
+        yield functools.partial(bar.update, bar.add_task(what, total=None), refresh=not animated)
