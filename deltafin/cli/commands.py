@@ -244,7 +244,7 @@ def contexts(context: click.Context, parameter: click.Parameter, value: str | No
 @click.option("--csv", "with_csv", is_flag=True, help="Print CSV.")
 @shared(LOADING)
 def bench(model: str, contexts: list[int] | None, kernels: bool, as_json: bool, with_csv: bool, **options: Any) -> None:
-    """Measure how fast MODEL reads and writes tokens, beside what the memory of this machine allows.
+    """Measure the speed of MODEL beside what the memory of this machine allows.
 
     Decoding a token reads every weight it needs once: bytes a token over the memory's bandwidth is the speed that
     nothing can beat. --kernels does the same for every operation of the backend that MODEL runs on.
