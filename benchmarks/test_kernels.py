@@ -1,8 +1,7 @@
 """Operations at the shapes of real models, each beside the bytes it must move: ``pytest benchmarks``.
 
 The cases are those of ``deltafin bench --kernels``. What this adds is pytest-benchmark's: choosing with -k, storing
-with --benchmark-save and comparing with --benchmark-compare. Nothing here can fail for being slow. Threads are
-torch's, so OMP_NUM_THREADS chooses them.
+with --benchmark-save and comparing with --benchmark-compare. Nothing here can fail for being slow.
 """
 
 import statistics
@@ -10,9 +9,8 @@ import time
 from itertools import cycle
 
 import pytest
-import torch
 
-from deltafin import bench, ops
+from deltafin import bench, machine, ops
 
 pytest.importorskip("pytest_benchmark", reason="pip install deltafin[bench]")
 
@@ -20,9 +18,15 @@ CASES = list(bench.cases())
 
 
 @pytest.fixture(scope="module")
+def table() -> ops.Ops:
+    """The operations that are timed, on all cores."""
+    return ops.ready("numba", machine.threads(), machine.cores())
+
+
+@pytest.fixture(scope="module")
 def limits() -> tuple[float, float]:
     """GB/s of reading memory, and of changing it in place."""
-    return bench.bandwidth(torch.get_num_threads())
+    return bench.bandwidth(machine.threads())
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +36,9 @@ def arena() -> bench.Arena:
 
 
 @pytest.mark.parametrize("case", CASES, ids=[f"{c.kernel} {c.shape}, {c.weights}, {c.rows} rows" for c in CASES])
-def test_kernel(case: bench.Case, limits: tuple[float, float], arena: bench.Arena, benchmark) -> None:
+def test_kernel(case: bench.Case, table: ops.Ops, limits: tuple[float, float], arena: bench.Arena, benchmark) -> None:
     """Time a case, every round on other memory."""
-    kernel, calls = getattr(ops.load("numba"), case.kernel), case.calls(arena)
+    kernel, calls = getattr(table, case.kernel), case.calls(arena)
     kernel(*calls[0].arguments)  # compiles
     began = time.perf_counter()
     kernel(*calls[-1].arguments)

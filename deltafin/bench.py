@@ -11,19 +11,18 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from deltafin import quant
 from deltafin.config import KDA, MLA, MoE, SiLU, SiTU
 from deltafin.errors import UsageError
 from deltafin.model.decoder import Decoder, State, forward
 from deltafin.ops import DeltaState, DeltaWeights, Expert, Ops
-from deltafin.quant import MXFP4
+from deltafin.quant import MXFP4, Int8
 from deltafin.session import PIECE
 
 CONTEXTS = (128, 1024, 4096)
@@ -97,11 +96,11 @@ class KernelSpeed:
     share: float
 
 
-def bandwidth(threads: int) -> tuple[float, float]:
-    """Return GB/s of reading memory and of changing it in place, with all ``threads`` at work."""
+def bandwidth(threads: int, warm: float = 2.5) -> tuple[float, float]:
+    """Return GB/s of reading memory and of changing it in place, with ``threads`` at work, after ``warm`` seconds."""
     before = torch.get_num_threads()
     # By name, as a backend is loaded: nothing imports a kernel.
-    limits = importlib.import_module("deltafin.cpu_kernels.bandwidth").measure(threads, room(), seconds=0.5, warm=2.5)
+    limits = importlib.import_module("deltafin.cpu_kernels.bandwidth").measure(threads, room(), seconds=0.5, warm=warm)
     torch.set_num_threads(before)  # Numba sets the count for both: torch on two threads was 30 times slower for Nano
     return limits
 
@@ -138,13 +137,19 @@ def bytes_per_token(decoder: Decoder, context: int) -> int:
     for block, state in zip(decoder.blocks, decoder.empty_state(), strict=True):
         total += size(block.norms) + size(block.mixer) + size(block.ffn)
         if isinstance(block.layer.ffn, MoE):
-            total += block.layer.ffn.chosen * size(block.ffn.experts.read(0))
+            ids_NE = torch.arange(block.layer.ffn.chosen)[None]
+            total += block.ffn.experts(None, ids_NE, None, None, replace(block.ops, experts=_bytes_of_experts))
         tensors = state.tensors()
         if isinstance(block.layer.mixer, MLA):
             total += context * sum(t.shape[2] * t.element_size() for t in tensors.values())
         else:
             total += 2 * size(tuple(tensors.values()))
     return total
+
+
+def _bytes_of_experts(x_NM: Any, ids_NE: Tensor, weight_NE: Any, expert: Callable[[int], Expert], kind: Any) -> int:
+    """Stand in for the operation ``experts``, and so find experts wherever they live: return the bytes chosen."""
+    return sum(size(expert(x)) for x in ids_NE[0].tolist())
 
 
 def measure(model: Measurable, contexts: Sequence[int] | None = None, progress: Progress | None = None) -> Report:
@@ -298,12 +303,12 @@ class Arena:
             return self.tensor(outputs, inputs, dtype=torch.bfloat16)
         if form == "int8":
             codes = self.tensor(outputs, inputs, dtype=torch.int8)
-            return quant.Int8(codes, torch.full((outputs,), 1e-3))  # type: ignore[attr-defined]
+            return Int8(codes, torch.full((outputs,), 1e-3))
         codes = self.tensor(outputs, inputs // 2, dtype=torch.uint8)
         return MXFP4(codes, self._scales.take(outputs * inputs // 32).view(outputs, -1))
 
 
-FORMS = ("bf16", "int8", "MXFP4") if hasattr(quant, "Int8") else ("bf16", "MXFP4")
+FORMS = ("bf16", "int8", "MXFP4")
 """How a weight may be stored."""
 
 
@@ -382,12 +387,16 @@ def kernels(table: Ops, threads: int, progress: Progress | None = None) -> list[
         needed = f"measuring operations needs {4 * ARENA >> 20} MiB of free memory"
         raise UsageError(needed, "end other programs, or measure a model instead")
     tell("memory")
-    limits = bandwidth(threads)
-    arena, rows = Arena(ARENA), list[KernelSpeed]()
+    before = bandwidth(threads)
+    arena, speeds = Arena(ARENA), list[tuple[Case, float]]()
     for case in cases():
         tell(f"{case.kernel} {case.shape}")
-        gbs = speed(getattr(table, case.kernel), case.calls(arena), CALLS)
-        limit = limits[case.kernel == "delta_net"]
+        speeds.append((case, speed(getattr(table, case.kernel), case.calls(arena), CALLS)))
+    tell("memory again")
+    read, change = map(max, before, bandwidth(threads, warm=0.2))
+    rows = []
+    for case, gbs in speeds:
+        limit = change if case.kernel == "delta_net" else read
         rows.append(KernelSpeed(case.kernel, case.shape, case.weights, case.rows, gbs, limit, gbs / limit))
     return rows
 

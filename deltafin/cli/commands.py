@@ -249,9 +249,7 @@ def bench(model: str, contexts: list[int] | None, kernels: bool, as_json: bool, 
     Decoding a token reads every weight it needs once: bytes a token over the memory's bandwidth is the speed that
     nothing can beat. --kernels does the same for every operation of the backend that MODEL runs on.
     """
-    import torch
-
-    from deltafin import bench
+    from deltafin import bench, machine
     from deltafin.cli.bench import as_csv, kernel_table, speed_table
 
     if as_json and with_csv:
@@ -259,7 +257,7 @@ def bench(model: str, contexts: list[int] | None, kernels: bool, as_json: bool, 
     if kernels and contexts:
         raise click.UsageError("--kernels measures no contexts: leave --contexts out")
     if kernels:  # on all cores, also where MODEL is a small one
-        options["threads"] = options["threads"] or torch.get_num_threads()
+        options["threads"] = options["threads"] or machine.threads()
     loaded = load(model, options)
     report: Any
     with progress("measuring", animated=False) as update:

@@ -13,8 +13,10 @@ from typing import Any
 import numba
 import numpy as np
 
+from deltafin.cpu_kernels.compiling import kernel
 
-@numba.njit(parallel=True, fastmath=True, cache=True)
+
+@kernel(parallel=True, fastmath=True)
 def read(values: np.ndarray, threads: int) -> np.float32:
     """Sum all values; every thread sums one contiguous part."""
     part = values.size // threads
@@ -28,7 +30,7 @@ def read(values: np.ndarray, threads: int) -> np.float32:
     return sums[:, 0].sum()
 
 
-@numba.njit(parallel=True, fastmath=True, cache=True)
+@kernel(parallel=True, fastmath=True)
 def scale(values: np.ndarray, threads: int) -> None:
     """Read and write every value in place; every thread one contiguous part."""
     part = values.size // threads
