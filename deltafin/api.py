@@ -80,8 +80,8 @@ def load(
     store = Snapshot(path)
     if threads is None:
         threads = 1 if store.totals["bytes"] < SMALL else machine.threads()
-    torch.set_num_threads(threads)
     table = ops.REFERENCE if backend == "reference" else ops.ready("numba", threads, machine.cores(), progress)
+    torch.set_num_threads(threads)  # after the kernels' pool has started, which sets it to its own
     return Model(store, table, DTYPES[dtype], resident, experts, progress)
 
 

@@ -86,7 +86,7 @@ _load = cache(api.load)
 def test_help_names_every_command():
     result = invoke("--help")
     assert result.exit_code == 0
-    assert [*main.commands] == ["chat", "run", "info", "verify", "eval"]
+    assert [*main.commands] == ["chat", "run", "info", "verify", "eval", "bench"]
     assert all(f"  {name} " in result.output for name in main.commands)
 
 

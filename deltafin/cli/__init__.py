@@ -49,5 +49,5 @@ def main() -> None:
     """
 
 
-for command in (commands.chat, commands.run, commands.info, commands.verify, commands.evaluate):
+for command in (commands.chat, commands.run, commands.info, commands.verify, commands.evaluate, commands.bench):
     main.add_command(command)

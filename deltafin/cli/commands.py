@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -223,12 +224,71 @@ def evaluate(model: str, file: Path, window: int | None, **options: Any) -> None
     click.echo(columns([header, *cells], right=range(1, 7)))
 
 
+def contexts(context: click.Context, parameter: click.Parameter, value: str | None) -> list[int] | None:
+    """Read a list of context lengths."""
+    try:
+        lengths = None if value is None else [int(part) for part in value.split(",")]
+    except ValueError:
+        lengths = [-1]
+    if lengths is not None and min(lengths) < 0:
+        raise click.BadParameter(f"{value!r} is not a list of lengths such as 1024,4096")
+    return lengths
+
+
+@click.command()
+@click.argument("model", default=NANO)
+@click.option(
+    "--contexts",
+    metavar="N,N",
+    callback=contexts,
+    help="Measure after that many tokens; by default after 128, 1024 and 4096, as far as MODEL gets in a minute.",
+)
+@click.option("--kernels", is_flag=True, help="Measure single operations at the shapes of real models instead.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--csv", "with_csv", is_flag=True, help="Print CSV.")
+@shared(LOADING)
+def bench(model: str, contexts: list[int] | None, kernels: bool, as_json: bool, with_csv: bool, **options: Any) -> None:
+    """Measure the speed of MODEL beside what the memory of this machine allows.
+
+    Decoding a token reads every weight it needs once: bytes a token over the memory's bandwidth is the speed that
+    nothing can beat. --kernels does the same for every operation of the backend that MODEL runs on.
+    """
+    from deltafin import bench, machine
+    from deltafin.cli.bench import as_csv, kernel_table, speed_table
+
+    if as_json and with_csv:
+        raise click.UsageError("--json and --csv exclude each other")
+    if kernels and contexts:
+        raise click.UsageError("--kernels measures no contexts: leave --contexts out")
+    if kernels:  # on all cores, also where MODEL is a small one
+        options["threads"] = options["threads"] or machine.threads()
+    loaded = load(model, options)
+    report: Any
+    with progress("measuring", animated=False) as update:
+        if kernels:
+            table = loaded.decoder.blocks[0].ops
+            report = rows = bench.kernels(table, options["threads"], lambda what: update(description=what))
+        else:
+            report = bench.measure(loaded, contexts, lambda what: update(description=what))
+            rows = report.rows
+    if as_json:
+        content = [asdict(row) for row in rows] if kernels else asdict(report)
+        click.echo(json.dumps(content, indent=2, ensure_ascii=False))
+    elif with_csv:
+        click.echo(as_csv(rows))
+    else:
+        click.echo(kernel_table(report) if kernels else speed_table(report))
+
+
 @contextlib.contextmanager
-def progress(what: str) -> Iterator[Callable[..., None]]:
-    """Show a bar on stderr, if that is a terminal; yield what updates description, completed, total."""
+def progress(what: str, animated: bool = True) -> Iterator[Callable[..., None]]:
+    """Show a bar on stderr, if that is a terminal; yield what updates description, completed, total.
+
+    One that is not animated is drawn by updates alone: no thread wakes in between, which would cost what is measured.
+    """
     from rich.console import Console
     from rich.progress import Progress
 
     console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        yield functools.partial(bar.update, bar.add_task(what, total=None))
+    with Progress(console=console, transient=True, disable=not console.is_terminal, auto_refresh=animated) as bar:
+        yield functools.partial(bar.update, bar.add_task(what, total=None), refresh=not animated)

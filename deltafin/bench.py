@@ -1,0 +1,487 @@
+"""How fast a model and its operations are here, beside what the memory allows.
+
+Decoding a token reads every weight that it needs once, so bytes over bandwidth is a time that nothing can beat. All
+figures are medians of timed pieces; compilation, and the first seconds in which cores and memory speed up, are left
+out. Speeds are tokens or 1e9 bytes a second.
+"""
+
+import importlib
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from deltafin.config import KDA, MLA, MoE, SiLU, SiTU
+from deltafin.errors import UsageError
+from deltafin.model.decoder import Decoder, State, forward
+from deltafin.ops import DeltaState, DeltaWeights, Expert, Ops
+from deltafin.quant import MXFP4, Int8
+from deltafin.session import PIECE
+
+CONTEXTS = (128, 1024, 4096)
+"""Context lengths that a model is measured at unless others are asked for."""
+
+PATIENCE = 60.0
+"""Seconds of reading beyond which a context is left out, unless it was asked for."""
+
+SECONDS = 2.0
+"""How long decoding, and reading, is measured at one context."""
+
+CALLS = 0.35
+"""Seconds that one operation is measured."""
+
+ARENA = 256 << 20
+"""Bytes that weights of operations are spread over: several times a last-level cache."""
+
+Progress = Callable[[str], None]
+
+
+class Measurable(Protocol):
+    """What is needed of a model."""
+
+    name: str
+
+    @property
+    def decoder(self) -> Decoder:
+        """The model, ready to run."""
+        ...
+
+
+@dataclass(frozen=True)
+class Speed:
+    """A model at one context.
+
+    ``share`` is ``gbs`` over the bandwidth of reading, and so the measured over the predicted speed of decoding; a
+    model that fits into a cache may exceed 1. ``prefill_tok_s`` is of up to 512 tokens that end at the context; with
+    context 0 there are none.
+    """
+
+    context: int
+    prefill_tok_s: float | None
+    decode_tok_s: float
+    bytes_per_token: int
+    gbs: float
+    share: float
+    predicted_tok_s: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """A model on this machine: which operations ran, on how many threads, how fast these can read memory."""
+
+    model: str
+    backend: str
+    threads: int
+    read_gbs: float
+    rows: list[Speed]
+
+
+@dataclass(frozen=True)
+class KernelSpeed:
+    """One operation at one shape; the limit is of reading, or of changing in place where it changes a state."""
+
+    kernel: str
+    shape: str
+    weights: str
+    rows: int
+    gbs: float
+    limit_gbs: float
+    share: float
+
+
+def bandwidth(threads: int, warm: float = 2.5) -> tuple[float, float]:
+    """Return GB/s of reading memory and of changing it in place, with ``threads`` at work, after ``warm`` seconds."""
+    before = torch.get_num_threads()
+    # By name, as a backend is loaded: nothing imports a kernel.
+    limits = importlib.import_module("deltafin.cpu_kernels.bandwidth").measure(threads, room(), seconds=0.5, warm=warm)
+    torch.set_num_threads(before)  # Numba sets the count for both: torch on two threads was 30 times slower for Nano
+    return limits
+
+
+def room() -> int:
+    """Return ``ARENA``, or a quarter of the memory that is free if that is less, in whole MiB."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):  # not Linux
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(ARENA, max(free >> 22, 1) << 20)
+
+
+def size(thing: Any) -> int:
+    """Return the bytes of a tensor, of a packed matrix, or of all that a dataclass or tuple of them holds."""
+    if isinstance(thing, Tensor):
+        return thing.numel() * thing.element_size()
+    if is_dataclass(thing):
+        return sum(size(getattr(thing, f.name)) for f in fields(thing))
+    return sum(map(size, thing)) if isinstance(thing, tuple) else 0
+
+
+# A model -----------------------------------------------------------------------------------------------------------
+
+
+def bytes_per_token(decoder: Decoder, context: int) -> int:
+    """Return the bytes that decoding one token after ``context`` others must move.
+
+    Every weight once, of the embedding one row and of the experts the chosen ones; the state of recurrent layers read
+    and written; the cache of latent attention read.
+    """
+    total = size(decoder.edges) - size(decoder.edges.embed) + size(decoder.edges.embed[0])
+    for block, state in zip(decoder.blocks, decoder.empty_state(), strict=True):
+        total += size(block.norms) + size(block.mixer) + size(block.ffn)
+        if isinstance(block.layer.ffn, MoE):
+            ids_NE = torch.arange(block.layer.ffn.chosen)[None]
+            total += block.ffn.experts(None, ids_NE, None, None, replace(block.ops, experts=_bytes_of_experts))
+        tensors = state.tensors()
+        if isinstance(block.layer.mixer, MLA):
+            total += context * sum(t.shape[2] * t.element_size() for t in tensors.values())
+        else:
+            total += 2 * size(tuple(tensors.values()))
+    return total
+
+
+def _bytes_of_experts(x_NM: Any, ids_NE: Tensor, weight_NE: Any, expert: Callable[[int], Expert], kind: Any) -> int:
+    """Stand in for the operation ``experts``, and so find experts wherever they live: return the bytes chosen."""
+    return sum(size(expert(x)) for x in ids_NE[0].tolist())
+
+
+def measure(model: Measurable, contexts: Sequence[int] | None = None, progress: Progress | None = None) -> Report:
+    """Measure reading and decoding of ``model`` at each of ``contexts``.
+
+    Without ``contexts``: those of ``CONTEXTS`` within the model's own context that can be reached in ``PATIENCE``.
+    ``progress`` is called with what comes next.
+    """
+    tell = progress or (lambda what: None)
+    decoder, threads = model.decoder, torch.get_num_threads()
+    tell("memory")
+    read_gbs, _ = bandwidth(threads)
+    tell("warming up")
+    _read(decoder, decoder.empty_state(), 2 * 64 + 1)
+    _decoding(decoder, decoder.empty_state(), 0.5)
+    if contexts is None:
+        asked, limit = False, decoder.config.context
+        contexts = [c for c in CONTEXTS if limit is None or c <= limit] or [0]
+    else:
+        asked = True
+    rows: list[Speed] = []
+    for context in sorted(set(contexts)):
+        reading = rows[-1].prefill_tok_s if rows else None
+        if not asked and reading and context / reading > PATIENCE:
+            break
+        tell(f"context {context}")
+        rows.append(_at(decoder, context, read_gbs))
+    return Report(model.name, decoder.blocks[0].ops.name, threads, read_gbs, rows)
+
+
+def _at(decoder: Decoder, context: int, read_gbs: float) -> Speed:
+    state, piece = decoder.empty_state(), min(context, PIECE)
+    _read(decoder, state, context - piece)
+    prefill = _reading(decoder, state, piece, SECONDS) if piece else None
+    _read(decoder, state, piece)
+    decode = _decoding(decoder, state, SECONDS)
+    moved = bytes_per_token(decoder, context)
+    gbs = moved * decode / 1e9
+    return Speed(context, prefill, decode, moved, gbs, gbs / read_gbs, read_gbs * 1e9 / moved)
+
+
+def _tokens(decoder: Decoder, count: int) -> Tensor:
+    """Return ``count`` ids [1, T], the same each time."""
+    return torch.randint(0, decoder.config.vocab, (1, count), generator=torch.Generator().manual_seed(count))
+
+
+def _read(decoder: Decoder, state: list[State], count: int) -> None:
+    """Advance ``state`` by ``count`` random tokens."""
+    for piece in _tokens(decoder, count).split(PIECE, 1) if count else ():
+        forward(decoder, state, piece)
+
+
+def _reading(decoder: Decoder, state: list[State], count: int, seconds: float) -> float:
+    """Return tokens/s of reading ``count`` tokens at once after ``state``, which stays as it is."""
+    tokens = _tokens(decoder, count)
+
+    def once() -> float:
+        after = [s.keep() for s in state]
+        began = time.perf_counter()
+        forward(decoder, after, tokens)
+        return time.perf_counter() - began
+
+    return count / _median(once, seconds)
+
+
+def _decoding(decoder: Decoder, state: list[State], seconds: float) -> float:
+    """Return tokens/s of decoding after ``state``, which stays as it is: pieces of up to 16 tokens, each from there."""
+    tokens = _tokens(decoder, 17).split(1, 1)
+    began = time.perf_counter()
+    forward(decoder, [s.keep() for s in state], tokens[0])
+    count = max(1, min(16, int(seconds / 8 / (time.perf_counter() - began))))
+
+    def once() -> float:
+        after = [s.keep() for s in state]
+        forward(decoder, after, tokens[0])  # makes room in the caches
+        began = time.perf_counter()
+        for token in tokens[1 : count + 1]:
+            forward(decoder, after, token)
+        return (time.perf_counter() - began) / count
+
+    return 1 / _median(once, seconds)
+
+
+def _median(once: Callable[[], float], seconds: float) -> float:
+    """Return the median of what ``once`` answers, called for ``seconds`` but three times at least.
+
+    Where the first call takes longer than that, it is the only one.
+    """
+    taken, began = [once()], time.perf_counter()
+    while taken[0] < seconds and (len(taken) < 3 or time.perf_counter() - began < seconds):
+        taken.append(once())
+    return statistics.median(taken)
+
+
+# Operations --------------------------------------------------------------------------------------------------------
+
+
+class Shapes(NamedTuple):
+    """What the operations of a model are measured at."""
+
+    name: str
+    width: int
+    kda: KDA
+    mla: MLA
+    moe: MoE
+
+
+SILU, SITU = SiLU(), SiTU()
+KIMI_LINEAR = Shapes(
+    "Kimi Linear",
+    2304,
+    KDA(32, 128, 128, 4, decay_rank=128, gate_rank=128),
+    MLA(32, 128, 64, 128, 512),
+    MoE(256, 8, 1024, 1024, SILU),
+)
+KIMI_K3 = Shapes(
+    "K3",
+    7168,
+    KDA(96, 128, 128, 4, decay_rank=128, decay_floor=-5.0),
+    MLA(96, 128, 64, 128, 512, query_rank=1536, gate=True),
+    MoE(896, 16, 3072, 6144, SITU, latent=3584),
+)
+NANO = Shapes(
+    "Nano",
+    256,
+    KDA(4, 64, 64, 4, decay_rank=64, decay_floor=-5.0),
+    MLA(4, 64, 32, 64, 96, query_rank=128, gate=True),
+    MoE(32, 4, 96, 192, SITU, latent=128),
+)
+SMALL = MoE(64, 8, 512, 512, SILU, latent=1024)
+"""Experts small enough that starting one costs as much as reading it."""
+
+
+class Arena:
+    """Memory that weights are cut from, round and round: larger than a cache, so that none is met there again."""
+
+    def __init__(self, room: int) -> None:
+        random = torch.Generator().manual_seed(0)
+        tile = (torch.randn(1 << 19, generator=random) / 50).bfloat16().view(torch.uint8)
+        self.room = room
+        self._noise = _Ring(tile.repeat(room // tile.numel()))
+        self._scales = _Ring(torch.randint(118, 122, (room // 16,), dtype=torch.uint8, generator=random))
+
+    def tensor(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the next part of the memory, of small random values as bfloat16 and float32."""
+        return self._noise.take(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+
+    def weight(self, form: str, outputs: int, inputs: int) -> Any:
+        """Return a matrix [O, I] in one of ``FORMS``."""
+        if form == "bf16":
+            return self.tensor(outputs, inputs, dtype=torch.bfloat16)
+        if form == "int8":
+            codes = self.tensor(outputs, inputs, dtype=torch.int8)
+            return Int8(codes, torch.full((outputs,), 1e-3))
+        codes = self.tensor(outputs, inputs // 2, dtype=torch.uint8)
+        return MXFP4(codes, self._scales.take(outputs * inputs // 32).view(outputs, -1))
+
+
+FORMS = ("bf16", "int8", "MXFP4")
+"""How a weight may be stored."""
+
+
+class _Ring:
+    def __init__(self, memory: Tensor) -> None:
+        self.memory, self.at = memory, 0
+
+    def take(self, count: int) -> Tensor:
+        if self.at + count > len(self.memory):
+            self.at = 0
+        part = self.memory[self.at : self.at + count]
+        self.at += -(-count // 64) * 64
+        return part
+
+
+class Call(NamedTuple):
+    """Arguments of one call, and the bytes of weights and state that it must move."""
+
+    arguments: tuple[Any, ...]
+    moved: int
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operation at one shape: ``call`` cuts the arguments of a call from an arena."""
+
+    kernel: str
+    shape: str
+    weights: str
+    rows: int
+    call: Callable[[Arena], Call]
+
+    def calls(self, arena: Arena) -> list[Call]:
+        """Return calls on different memory, together once round the arena."""
+        calls, used = list[Call](), 0
+        while used < arena.room:
+            calls.append(self.call(arena))
+            used += calls[-1].moved
+        return calls
+
+
+def cases() -> Iterator[Case]:
+    """List every operation that moves many bytes, at the shapes of real models."""
+    for form in FORMS:
+        for rows in (1, 2, 5):
+            yield _linear(KIMI_K3, 7168, 12288, form, rows)
+        yield _linear(KIMI_LINEAR, 4096, 2304, form, 1)
+    yield _linear(NANO, 4096, 256, "bf16", 1)
+    yield _linears(KIMI_K3, (1536, 576, 12288), 1)
+    for rows in (1, 5):
+        yield _linears(KIMI_LINEAR, (4096, 4096, 4096, 32, 128, 128), rows)
+    yield _linears(NANO, (256, 256, 256, 4, 64, 256), 1)
+    for form in ("MXFP4", "bf16"):
+        yield _experts(KIMI_K3.name, KIMI_K3.moe, 3584, form, 1)
+        for rows in (1, 2, 5) if form == "MXFP4" else (1,):
+            yield _experts(KIMI_LINEAR.name, KIMI_LINEAR.moe, 2304, form, rows)
+        yield _experts("small", SMALL, 1024, form, 1)
+    yield _experts(NANO.name, NANO.moe, 128, "MXFP4", 1)
+    for shapes, tokens in ((KIMI_K3, (1, 2, 5)), (KIMI_LINEAR, (1, 5)), (NANO, (1,))):
+        for rows in tokens:
+            yield _delta_net(shapes, rows)
+    for shapes in (KIMI_K3, KIMI_LINEAR, NANO):
+        for positions in (1 << 10, 1 << 15):
+            yield _attention(shapes, positions)
+    for form in (form for form in FORMS if form != "MXFP4"):
+        yield _gated(KIMI_K3, form, 1)
+        yield _gated(KIMI_LINEAR, form, 1)
+    yield _gated(KIMI_LINEAR, "bf16", 5)
+    yield _gated(NANO, "bf16", 1)
+
+
+def kernels(table: Ops, threads: int, progress: Progress | None = None) -> list[KernelSpeed]:
+    """Measure every case on the operations of ``table``. ``progress`` is called with what comes next."""
+    tell = progress or (lambda what: None)
+    if room() < ARENA:
+        needed = f"measuring operations needs {4 * ARENA >> 20} MiB of free memory"
+        raise UsageError(needed, "end other programs, or measure a model instead")
+    tell("memory")
+    before = bandwidth(threads)
+    arena, speeds = Arena(ARENA), list[tuple[Case, float]]()
+    for case in cases():
+        tell(f"{case.kernel} {case.shape}")
+        speeds.append((case, speed(getattr(table, case.kernel), case.calls(arena), CALLS)))
+    tell("memory again")
+    read, change = map(max, before, bandwidth(threads, warm=0.2))
+    rows = []
+    for case, gbs in speeds:
+        limit = change if case.kernel == "delta_net" else read
+        rows.append(KernelSpeed(case.kernel, case.shape, case.weights, case.rows, gbs, limit, gbs / limit))
+    return rows
+
+
+def speed(kernel: Callable[..., Any], calls: list[Call], seconds: float) -> float:
+    """Return the median GB/s of ``calls``, made one after the other and again for ``seconds``."""
+    at = 0
+
+    def once() -> float:
+        nonlocal at
+        call, at = calls[at % len(calls)], at + 1
+        began = time.perf_counter()
+        kernel(*call.arguments)
+        return (time.perf_counter() - began) / call.moved
+
+    once()
+    return 1e-9 / _median(once, seconds)
+
+
+def _linear(shapes: Shapes, outputs: int, inputs: int, form: str, rows: int) -> Case:
+    def call(arena: Arena) -> Call:
+        weight = arena.weight(form, outputs, inputs)
+        return Call((torch.randn(1, rows, inputs), weight), size(weight))
+
+    return Case("linear", f"{shapes.name} {outputs} x {inputs}", form, rows, call)
+
+
+def _linears(shapes: Shapes, outputs: tuple[int, ...], rows: int) -> Case:
+    def call(arena: Arena) -> Call:
+        weights = tuple(arena.weight("bf16", o, shapes.width) for o in outputs)
+        return Call((torch.randn(1, rows, shapes.width), weights), size(weights))
+
+    return Case("linears", f"{shapes.name} {'+'.join(map(str, outputs))} x {shapes.width}", "bf16", rows, call)
+
+
+def _gated(shapes: Shapes, form: str, rows: int) -> Case:
+    width, inner = shapes.width, shapes.moe.shared_width
+
+    def call(arena: Arena) -> Call:
+        weights = *(arena.weight(form, inner, width) for _ in range(2)), arena.weight(form, width, inner)
+        return Call((torch.randn(1, rows, width), *weights, shapes.moe.activation), size(weights))
+
+    return Case("gated", f"{shapes.name} {inner} x {width}", form, rows, call)
+
+
+def _experts(name: str, moe: MoE, width: int, form: str, rows: int) -> Case:
+    """Every row chooses at random; the chosen ones lie in the arena in no order."""
+
+    def call(arena: Arena) -> Call:
+        ids = torch.stack([torch.randperm(moe.experts)[: moe.chosen].sort().values for _ in range(rows)])
+        found = ids.unique()
+        shapes = (moe.width, width), (moe.width, width), (width, moe.width)
+        experts = {
+            x: Expert(*(arena.weight(form, *shape) for shape in shapes))
+            for x in found[torch.randperm(len(found))].tolist()
+        }
+        x_NM, weights = torch.randn(rows, width), torch.rand(rows, moe.chosen)
+        return Call((x_NM, ids, weights, experts.__getitem__, moe.activation), size(tuple(experts.values())))
+
+    return Case("experts", f"{name} {moe.chosen} of {moe.experts}, {moe.width} x {width}", form, rows, call)
+
+
+def _delta_net(shapes: Shapes, rows: int) -> Case:
+    c = shapes.kda
+    keys, values = c.heads * c.key_dim, c.heads * c.value_dim
+
+    def call(arena: Arena) -> Call:
+        q, k, v = (arena.tensor(channels, c.conv_width) for channels in (keys, keys, values))
+        weights = DeltaWeights(q, k, v, torch.rand(c.heads), torch.randn(keys), torch.ones(c.value_dim))
+        q, k, v = (torch.randn(1, c.conv_width - 1, channels) for channels in (keys, keys, values))
+        S_BHVK = arena.tensor(1, c.heads, c.value_dim, c.key_dim).clone()  # it changes, and others share the arena
+        state = DeltaState(q, k, v, S_BHVK)
+        inputs = (torch.randn(1, rows, channels) for channels in (keys, keys, values, keys, c.heads, values))
+        return Call((*inputs, weights, state, c.decay_floor, 1e-5), size(weights) + 2 * size(state))
+
+    return Case("delta_net", f"{shapes.name} {c.heads} heads, {c.value_dim} x {c.key_dim}", "float32", rows, call)
+
+
+def _attention(shapes: Shapes, positions: int) -> Case:
+    c = shapes.mla
+
+    def call(arena: Arena) -> Call:
+        cache = arena.tensor(1, positions, c.latent_rank), arena.tensor(1, positions, c.shared_dim)
+        up = arena.weight("bf16", c.heads * (c.plain_dim + c.value_dim), c.latent_rank)
+        q_BTHC = torch.randn(1, 1, c.heads, c.plain_dim + c.shared_dim)
+        return Call((q_BTHC, *cache, up, c.value_dim), size(cache) + size(up))
+
+    return Case("attention", f"{shapes.name} {c.heads} heads, {positions} positions", "bf16", 1, call)
