@@ -21,6 +21,7 @@ from deltafin.cpu_kernels.linear import (
     SCALES,
     STRIDE,
     Row,
+    aligned,
     as_array,
     as_tensor,
     described,
@@ -43,6 +44,7 @@ def _up(table, start, row, x, prepared, gate, up, t, nt):
     """Thread t's share of the gate and up products of every (expert, row) pair."""
     columns, width = x.shape[1], gate.shape[1]
     all_rows = (len(start) - 1) * width
+    offset = aligned(prepared)
     for g in range(all_rows * t // nt, all_rows * (t + 1) // nt):
         e, r = g // width, g % width
         for which in range(2):
@@ -55,7 +57,7 @@ def _up(table, start, row, x, prepared, gate, up, t, nt):
                     w[ADDRESS] + r * w[STRIDE],
                     w[SCALES] + r * w[SCALE_STRIDE],
                     x.ctypes.data + 4 * n * columns,
-                    prepared.ctypes.data + n * prepared.shape[1],
+                    prepared.ctypes.data + offset + n * prepared.shape[1],
                     columns,
                 )
 
@@ -72,14 +74,14 @@ def _activate(gate, up, limits, needs_int8, needs_mx, prepared, p):
         for i in range(len(g)):
             g[i] = g[i] * mathematics.sigmoid(g[i]) * u[i]
     if needs_int8 or needs_mx:
-        prepare(needs_int8, needs_mx, g, prepared[p])
+        prepare(needs_int8, needs_mx, g, prepared[p, aligned(prepared) :])
 
 
 @kernel()
 def _down(table, start, row, share, h, prepared, y, t, nt):
     """Thread t's share of the outputs: the weighted down products, expert by expert."""
     width, outputs = h.shape[1], y.shape[1]
-    first, last = outputs * t // nt, outputs * (t + 1) // nt
+    first, last, offset = outputs * t // nt, outputs * (t + 1) // nt, aligned(prepared)
     y[:, first:last] = 0
     for e in range(len(start) - 1):
         w = table[3 * e + 2]
@@ -90,7 +92,7 @@ def _down(table, start, row, share, h, prepared, y, t, nt):
                     w[ADDRESS] + r * w[STRIDE],
                     w[SCALES] + r * w[SCALE_STRIDE],
                     h.ctypes.data + 4 * p * width,
-                    prepared.ctypes.data + p * prepared.shape[1],
+                    prepared.ctypes.data + offset + p * prepared.shape[1],
                     width,
                 )
 
@@ -101,7 +103,7 @@ def few_experts(table, start, row, share, limits, x, x_prepared, h, up, h_prepar
     needs_int8, needs_mx = kinds(table)  # of the first products and the second alike
     if needs_int8 or needs_mx:
         for n in range(len(x)):
-            prepare(needs_int8, needs_mx, x[n], x_prepared[n])
+            prepare(needs_int8, needs_mx, x[n], x_prepared[n, aligned(x_prepared) :])
     if table[0, STRIDE] * h.size < PARALLEL:
         nt = 1
     pairs = len(row)

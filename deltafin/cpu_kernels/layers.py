@@ -33,7 +33,7 @@ def product(table, x, nt):
     for i in range(len(table)):
         outputs += table[i, OUTPUTS]
     y = np.empty((len(x), outputs), np.float32)
-    few_rows(table, x, np.empty((len(x), HEAD + 8 * x.shape[1]), np.uint8), y, nt)
+    few_rows(table, x, np.empty((len(x), 2 * HEAD + 8 * x.shape[1]), np.uint8), y, nt)
     return y
 
 
@@ -170,8 +170,8 @@ def _gated(x, table, limits, nt):
     h, up = np.empty((rows, width), np.float32), np.empty((rows, width), np.float32)
     y = np.empty((rows, table[2, OUTPUTS]), np.float32)
     start, row, share = np.array((0, rows)), np.arange(rows), np.ones(rows, np.float32)
-    prepared = np.empty((rows, HEAD + 8 * x.shape[1]), np.uint8)
-    prepared_h = np.empty((rows, HEAD + 8 * width), np.uint8)
+    prepared = np.empty((rows, 2 * HEAD + 8 * x.shape[1]), np.uint8)
+    prepared_h = np.empty((rows, 2 * HEAD + 8 * width), np.uint8)
     few_experts(table, start, row, share, limits, x, prepared, h, up, prepared_h, y, nt)
     return y
 

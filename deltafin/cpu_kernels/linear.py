@@ -45,13 +45,12 @@ BYTES, PORTABLE = v.BYTES or 16, not v.BYTES
 @kernel()
 def _unit(x):
     """The step that cuts a vector to 23 bits and sign; NaN when a value is not finite."""
-    largest = np.float32(0)
-    for i in range(len(x)):
-        largest = max(largest, abs(x[i]))
-    spoiled = np.float32(0)
-    for i in range(len(x)):
-        spoiled += x[i] * np.float32(0)
-    return largest / np.float32(LIMIT) + spoiled
+    bits, largest = x.view(np.int32), np.int32(0)
+    for i in range(len(x)):  # compared as whole numbers: magnitudes have the same order, and NaN is above them
+        largest = max(largest, bits[i] & np.int32(0x7FFFFFFF))
+    if largest >= 0x7F800000:
+        return np.float32(np.nan)
+    return v.as_f32(np.uint32(largest)) / np.float32(LIMIT)
 
 
 @kernel()
@@ -73,24 +72,10 @@ def prepare_mxfp4(x, out):
         return np.float32(0.5)
     unit = _unit(x)
     per = np.float32(1) / unit if unit > 0 else np.float32(0)
-    numbers = np.empty(2 * BYTES, np.int32)
-    for block in range(n // (2 * BYTES)):
-        xs = x[block * 2 * BYTES : (block + 1) * 2 * BYTES]
-        o = out[block * 7 * BYTES : (block + 1) * 7 * BYTES]
-        for i in range(2 * BYTES):
-            numbers[i] = _number(xs[i], per)
-        for i in range(BYTES):
-            even, odd = numbers[2 * i], numbers[2 * i + 1]
-            o[4 * BYTES + i], o[5 * BYTES + i] = even & 255, odd & 255
-            even, odd = (even + 128) >> 8, (odd + 128) >> 8
-            o[2 * BYTES + i], o[3 * BYTES + i] = even & 255, odd & 255
-            o[i], o[BYTES + i] = ((even + 128) >> 8) & 255, ((odd + 128) >> 8) & 255
-        corrections = o[6 * BYTES :].view(np.int32)
-        for i in range(BYTES // 4):
-            s = np.int32(0)
-            for j in range(8):
-                s += numbers[8 * i + j]
-            corrections[i] = -v.OFFSET * s
+    groups, address = BYTES // 16, out.ctypes.data
+    for g in range(n // v.STEP * (v.STEP // 32)):
+        place = address + g // groups * 7 * BYTES + g % groups * 16
+        v.digits_mxfp4(x.ctypes.data + 128 * g, per, place)
     return unit * np.float32(0.5)
 
 
@@ -100,8 +85,11 @@ def prepare_int8(x, out):
     n = len(x)
     unit = _unit(x)
     per = np.float32(1) / unit if unit > 0 else np.float32(0)
+    address, whole = out.ctypes.data, n & ~15
+    for i in range(0, whole, 16):
+        v.digits_int8(x.ctypes.data + 4 * i, per, address + 2 * i, address + 2 * (n + i))
     digits = out[: 4 * n].view(np.int16)
-    for i in range(n):
+    for i in range(whole, n):
         number = _number(x[i], per)
         high = (number + 2048) >> 12
         digits[i] = high
@@ -181,14 +169,21 @@ def kinds(table):
     return needs_int8, needs_mx
 
 
+@kernel()
+def aligned(prepared):
+    """Where in each prepared row the first whole cache line begins: loads that cross lines cost double."""
+    return -prepared.ctypes.data & (HEAD - 1)
+
+
 @kernel(parallel=True)
 def few_rows(table, x, prepared, y, nt):
     """All weights of the table times all rows of x, side by side in y; each thread takes its share of every weight."""
     needs_int8, needs_mx = kinds(table)
     rows, columns = x.shape
+    offset = aligned(prepared)
     if needs_int8 or needs_mx:
         for n in range(rows):
-            prepare(needs_int8, needs_mx, x[n], prepared[n])
+            prepare(needs_int8, needs_mx, x[n], prepared[n, offset:])
     size = 0
     for i in range(len(table)):
         size += table[i, STRIDE] * table[i, OUTPUTS]
@@ -206,7 +201,7 @@ def few_rows(table, x, prepared, y, nt):
                         w[ADDRESS] + r * w[STRIDE],
                         w[SCALES] + r * w[SCALE_STRIDE],
                         x.ctypes.data + 4 * n * columns,
-                        prepared.ctypes.data + n * prepared.shape[1],
+                        prepared.ctypes.data + offset + n * prepared.shape[1],
                         columns,
                     )
             start += outputs
@@ -288,7 +283,7 @@ def _product(xs: np.ndarray, about: Sequence[Row], outputs: int) -> np.ndarray:
 
 def scratch(xs: np.ndarray) -> np.ndarray:
     """Room for the prepared form of some rows."""
-    return np.empty((len(xs), HEAD + 8 * xs.shape[1]), np.uint8)
+    return np.empty((len(xs), 2 * HEAD + 8 * xs.shape[1]), np.uint8)
 
 
 def linear(x: Tensor, weight: Tensor | MXFP4 | Int8) -> Tensor:

@@ -208,7 +208,7 @@ OFFSET = 12
 """Added to twice a four-bit value, so that it is not negative: the lookup's products want one unsigned side."""
 
 
-def _pair_digits(b: ir.IRBuilder, codes: ir.Value, x: ir.Value, at: ir.Value, acc: ir.Value | None) -> ir.Value:
+def _pair_digits(b: ir.IRBuilder, codes: list[ir.Value], x: ir.Value, at: ir.Value, acc: ir.Value | None) -> ir.Value:
     """Products of both nibbles' values with one digit of x, summed in lanes of int32."""
     low, high = codes
     even, odd = (load(b, b.add(x, b.add(at, const(I64, o))), lanes(I8, BYTES)) for o in (0, BYTES))
@@ -224,6 +224,56 @@ def _pair_digits(b: ir.IRBuilder, codes: ir.Value, x: ir.Value, at: ir.Value, ac
     add = {32: "llvm.x86.avx2.pmadd.wd", 16: "llvm.x86.sse2.pmadd.wd"}[BYTES]
     summed = call(b, add, words, both, const(halves, 1))
     return summed if acc is None else b.add(acc, summed)
+
+
+def _whole_numbers(b: ir.IRBuilder, x: ir.Value, per: ir.Value) -> ir.Value:
+    """``x * per`` of 16 columns, rounded to the nearest int32."""
+    many = b.insert_element(ir.Constant(F32x16, ir.Undefined), per, const(I32, 0))
+    t = b.fmul(load(b, x, F32x16), b.shuffle_vector(many, many, const(I32x16, 0)))
+    half = b.select(b.fcmp_ordered(">=", t, const(F32x16, 0.0)), const(F32x16, 0.5), const(F32x16, -0.5))
+    return b.fptosi(b.fadd(t, half), I32x16)
+
+
+@intrinsic
+def digits_int8(context, x, per, high, low):
+    """Write the two digits of 16 columns of ``x * per`` for ``dot_int8``."""
+
+    def code(context, b, signature, arguments):
+        x, per, high, low = arguments
+        number = _whole_numbers(b, x, per)
+        upper = b.ashr(b.add(number, const(I32x16, 2048)), const(I32x16, 12))
+        store(b, b.trunc(upper, lanes(I16, 16)), high)
+        store(b, b.trunc(b.sub(number, b.shl(upper, const(I32x16, 12))), lanes(I16, 16)), low)
+        return context.get_dummy_value()
+
+    return types.void(x, per, high, low), code
+
+
+@intrinsic
+def digits_mxfp4(context, x, per, out):
+    """Write the three digits of 32 columns of ``x * per``, and their correction, where ``dot_mxfp4`` reads them."""
+
+    def code(context, b, signature, arguments):
+        x, per, out = arguments
+        parts = [_whole_numbers(b, address, per) for address in (x, b.add(x, const(I64, 64)))]
+        at = [[ir.Constant(I32, 2 * i + odd) for i in range(16)] for odd in (0, 1)]
+        sides = [b.shuffle_vector(*parts, ir.Constant(I32x16, places)) for places in at]
+        pairs = b.add(*sides)
+        eights = None
+        for i in range(4):
+            some = ir.Constant(lanes(I32, 4), [ir.Constant(I32, 4 * lane + i) for lane in range(4)])
+            four = b.shuffle_vector(pairs, pairs, some)
+            eights = four if eights is None else b.add(eights, four)
+        correction = b.mul(eights, const(lanes(I32, 4), -OFFSET))
+        store(b, correction, b.add(out, const(I64, 6 * BYTES)))
+        for odd, side in enumerate(sides):
+            for digit in (2, 1, 0):  # the smallest is the last of the three
+                place = b.add(out, const(I64, (2 * digit + odd) * BYTES))
+                store(b, b.trunc(side, lanes(I8, 16)), place)
+                side = b.ashr(b.add(side, const(I32x16, 128)), const(I32x16, 8))
+        return context.get_dummy_value()
+
+    return types.void(x, per, out), code
 
 
 STEP = 128
