@@ -1,4 +1,4 @@
-"""A delta-rule layer between its projections, for a few tokens: ``delta_net``.
+"""A delta-rule layer between its projections, ``delta_net``; the form for a few tokens.
 
 One region over the key heads. A row of the state, the keys of one value channel, is read, used and written once a
 token (``ops.reference`` says why the state is value-major); everything else of a head fits the first-level cache.
@@ -10,6 +10,7 @@ from numba import prange
 from torch import Tensor
 
 from deltafin.cpu_kernels import vector as v
+from deltafin.cpu_kernels.chunks import log_decays, many_tokens, normalise
 from deltafin.cpu_kernels.compiling import kernel
 from deltafin.cpu_kernels.linear import as_array
 from deltafin.cpu_kernels.mathematics import exp, sigmoid, sum_of_products
@@ -17,7 +18,7 @@ from deltafin.cpu_kernels.threads import threads
 from deltafin.ops import FEW, DeltaState, DeltaWeights, reference
 
 PARALLEL = 128 << 10
-"""Bytes of state below which waking a second thread costs more than it saves."""
+"""Bytes of state, counted every ``FEW`` tokens, below which waking a second thread costs more than it saves."""
 
 
 @kernel()
@@ -35,24 +36,6 @@ def _convolve(x, weights, tail, first, out):
         tail[j, first : first + len(out)] = tail[j + 1, first : first + len(out)]
     if before:
         tail[before - 1, first : first + len(out)] = x[first : first + len(out)]
-
-
-@kernel()
-def _normalise(x, scale):
-    """To length ``scale``, with epsilon on the sum of squares."""
-    s = scale / np.sqrt(sum_of_products(x, x) + np.float32(1e-6))
-    for i in range(len(x)):
-        x[i] *= s
-
-
-@kernel()
-def _decay(z, speed, bias, floor):
-    """The factor of one channel's decay, ``exp(g)``."""
-    z = z + bias
-    if floor < 0:
-        return exp(floor * sigmoid(speed * z))
-    softplus = max(z, np.float32(0)) + np.log1p(exp(-abs(z)))  # no overflow for large z
-    return exp(-speed * softplus)
 
 
 @kernel()
@@ -93,18 +76,17 @@ def _head(b, g, groups, inputs, weights, tails, S, floor, eps, out):
     for t in range(q_in.shape[1]):
         _convolve(q_in[b, t], q_conv, q_tail[b], g * key, q)
         _convolve(k_in[b, t], k_conv, k_tail[b], g * key, k)
-        _normalise(q, np.float32(1) / np.sqrt(np.float32(key)))
-        _normalise(k, np.float32(1))
+        normalise(q, np.float32(1) / np.sqrt(np.float32(key)))
+        normalise(k, np.float32(1))
         qk = sum_of_products(q, k)
         for h in range(g * groups, (g + 1) * groups):
             _convolve(v_in[b, t], v_conv, v_tail[b], h * value, values)
-            speed = np.exp(decay_log[h])
-            if per_channel:
-                for i in range(key):
-                    a[i] = _decay(z_in[b, t, h * key + i], speed, decay_bias[h * key + i], floor)
-            else:
-                a[:] = _decay(z_in[b, t, h], speed, decay_bias[h], floor)
+            at = h * key if per_channel else h
+            log_decays(z_in[b, t, at:], np.exp(decay_log[h]), decay_bias[at:], floor, a if per_channel else a[:1])
+            if not per_channel:
+                a[:] = a[0]
             for i in range(key):
+                a[i] = exp(a[i])
                 ka[i] = k[i] * a[i]
                 qa[i] = q[i] * a[i]
             _step(S[b, h], k, ka, qa, a, values, sigmoid(beta_in[b, t, h]), qk, sums, o)
@@ -136,7 +118,7 @@ def delta_net(
     eps: float,
 ) -> Tensor:
     """See ``reference.delta_net``."""
-    if q_BTC.shape[1] > FEW or s.S_BHVK.dtype == torch.float64:
+    if s.S_BHVK.dtype == torch.float64:
         return reference.delta_net(q_BTC, k_BTC, v_BTC, decay_BTC, beta_BTH, gate_BTC, w, s, floor, eps)
     dtype = q_BTC.dtype
     inputs = tuple(as_array(x) for x in (q_BTC, k_BTC, v_BTC, decay_BTC, beta_BTH, gate_BTC))
@@ -148,7 +130,9 @@ def delta_net(
         *(groups, inputs, tuple(as_array(x) for x in w), tuple(t.numpy() for t in tails), S),
         *(np.float32(0 if floor is None else floor), np.float32(eps), out),
     )
-    few_tokens(*arguments, threads() if S.nbytes > PARALLEL else 1)
+    tokens = q_BTC.shape[1]
+    form = few_tokens if tokens <= FEW else many_tokens
+    form(*arguments, threads() if S.nbytes * max(1, tokens // FEW) > PARALLEL else 1)
     if dtype != torch.float32:
         for kept, moved in zip(s[:3], tails, strict=True):
             kept.copy_(moved)

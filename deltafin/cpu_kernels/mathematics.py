@@ -33,6 +33,22 @@ def sigmoid(x):
 
 
 @kernel()
+def softplus(x):
+    """``log(1 + e^x)``, without overflow: with u = e^-|x|, log(1 + u) is twice the area tangent of u / (2 + u)."""
+    u = exp(-abs(x))
+    r = u / (u + np.float32(2))
+    s = r * r
+    p = np.float32(2 / 13)
+    p = p * s + np.float32(2 / 11)
+    p = p * s + np.float32(2 / 9)
+    p = p * s + np.float32(2 / 7)
+    p = p * s + np.float32(2 / 5)
+    p = p * s + np.float32(2 / 3)
+    p = p * s + np.float32(2)
+    return max(x, np.float32(0)) + r * p
+
+
+@kernel()
 def tanh(x):
     """The hyperbolic tangent; a series near 0, where the formula cancels."""
     s = x * x
