@@ -3,105 +3,101 @@
 One region over the key heads; what a chunk of a head needs fits the second-level cache. Matrix products are made of
 one micro-kernel, four rows by sixteen columns in registers.
 
-No difference of two sums of log-decays is formed, as the sums to the end of a block and those from there on are kept
-apart: ``ends`` holds the keys, decayed to the end of the last block that is done, and a block's rows carry the decay
-from its beginning. So float32 is enough, every exponent is at most 0, and the keys at the end of the chunk are those
-that the state takes in. Inside a block the keys fade token by token.
+No difference of two sums of log-decays is formed, as the sums up to the end of a block and those from there on are
+kept apart: ENDS holds the keys, decayed to the end of the last block that is done, and the rows of a block carry the
+decay since it began. So float32 is enough, every exponent is at most 0, and the keys at the end of the chunk are
+those that the state takes in. Inside a block the keys fade token by token.
+
+A compiler that optimises a function with all that it calls, and again for each function that calls it, needs long for
+this one. So few levels call each other, a thread's buffers are one array, the layer's tensors come as a table of
+addresses and shapes, and the parallel loop calls the rest by its address.
 """
 
-from typing import NamedTuple
+from functools import cache
 
 import numpy as np
-from numba import prange
+from numba import carray, cfunc, prange, types
 
 from deltafin.cpu_kernels import vector as v
-from deltafin.cpu_kernels.compiling import kernel
+from deltafin.cpu_kernels.compiling import FOLDER, kernel
 from deltafin.cpu_kernels.mathematics import exp, sigmoid, softplus, sum_of_products
 
 CHUNK, BLOCK = 64, 16
 """Tokens of a chunk, and of a block of it."""
 
+X, WEIGHTS, TAILS, S, OUT, CONSTANTS, TENSORS = 0, 6, 12, 15, 16, 17, 18
+"""Places in a sequence's table: inputs [T, C], weights and tails [.., C] in the order of ``ops``, S [H V, K], out
+[T, H V], floor and epsilon [1, 2]."""
 
-class Room(NamedTuple):
-    """Buffers of one thread, all [rows, columns]: rows are tokens of a chunk unless said otherwise.
+SIZES = 6
+"""What precedes the tables: sequences, key heads, value heads of each, K, V, W."""
 
-    Columns are cut to whole vectors and are 0 beyond the head's channels.
-    """
+(
+    DECAYS,  # e^g: [tokens, K]
+    FADED,  # of a block, the keys with the decay up to the token at hand
+    WRITTEN,  # the keys times -beta
+    WRITTEN_LATE,  # the same, and the queries, with the decay since the block began
+    Q_LATE,
+    WRITTEN_ALL,  # the same with the decay since the chunk began
+    Q_ALL,
+    ENDS,  # keys with the decay from their token to the end of the last block: [K, tokens]
+    P,  # -beta P: [tokens, tokens]
+    A,
+    U,  # [tokens, V]
+    O,
+    ROWS,  # single rows, see below
+    Q,  # queries and keys, normalised, the query scaled: [tokens, K]
+    KEYS,
+    VALUES,  # of the first value head [tokens, V], others follow, then their states [K, V]
+) = range(16)
+"""A thread's buffers; each is large enough for any of them, and 0 beyond its own columns."""
 
-    taps: np.ndarray  # a convolution, [W, channels]
-    q: np.ndarray
-    k: np.ndarray  # normalised, the query scaled
-    decays: np.ndarray  # of a block: exp(g)
-    faded: np.ndarray  # of a block: keys with the decays so far
-    written: np.ndarray  # of a block: keys times -beta
-    written_late: np.ndarray
-    q_late: np.ndarray  # of a block: both with the decay since its beginning
-    written_all: np.ndarray
-    q_all: np.ndarray  # both with the decay since the chunk's beginning
-    ends: np.ndarray  # [K, tokens]: keys with the decay from there to the end of the last block
-    P: np.ndarray  # -beta P
-    A: np.ndarray
-    U: np.ndarray
-    o: np.ndarray
-    sums: np.ndarray  # rows: log-decays of a token, of the block, of the chunk; decay of the chunk; two dot products
-
-
-@kernel()
-def _room(width, key, value):
-    """Buffers of zeros. Sixteen columns more than needed, so that rows do not compete for the same cache lines."""
-    K, V = (key + 31) // 32 * 32 + 16, (value + 15) // 16 * 16 + 16
-    return Room(
-        np.zeros((width, max(key, value)), np.float32),
-        np.zeros((CHUNK, K), np.float32),
-        np.zeros((CHUNK, K), np.float32),
-        np.zeros((BLOCK, K), np.float32),
-        np.zeros((BLOCK, K), np.float32),
-        np.zeros((BLOCK, K), np.float32),
-        np.zeros((BLOCK, K), np.float32),
-        np.zeros((BLOCK, K), np.float32),
-        np.zeros((CHUNK, K), np.float32),
-        np.zeros((CHUNK, K), np.float32),
-        np.zeros((K - 16, CHUNK + 16), np.float32),
-        np.zeros((CHUNK, CHUNK + 16), np.float32),
-        np.zeros((CHUNK, CHUNK + 16), np.float32),
-        np.zeros((CHUNK, V), np.float32),
-        np.zeros((CHUNK, V), np.float32),
-        np.zeros((5, K), np.float32),
-    )
+BLOCK_SUM, CHUNK_SUM, LATE, BEFORE, PAIR, TAPS = range(6)
+"""Log-decays of the block and of the chunk; the decays since they began; two dot products; W rows of taps."""
 
 
 @kernel()
-def _multiply(p, first, m, rows, count, y, columns):
-    """``y[first : first + m, :columns] += p[:m, :count] @ rows[:count]``, m to whole fours, columns sixteens."""
-    stride, width, out = p.strides[0], rows.strides[0], y.strides[0]
+def _tensor(table, i):
+    """Tensor i of a table of addresses, rows and columns."""
+    return carray(v.pointer(table[i, 0]), (table[i, 1], table[i, 2]), np.float32)
+
+
+@kernel()
+def _multiply(p, rows, count, y, m, columns):
+    """``y[:m, :columns] += p[:m, :count] @ rows[:count]``, rows by fours and columns by sixteens."""
+    stride = p.strides[0]
     for c in range(0, 4 * columns, 64):
-        for i in range(0, m, 4):
-            at = y.ctypes.data + (first + i) * out + c
-            v.weighted_f32(p.ctypes.data + i * stride, stride, rows.ctypes.data + c, width, count, at, out, 16)
+        for i in range(0, m * stride, 4 * stride):
+            at = y.ctypes.data + i + c
+            v.weighted_f32(p.ctypes.data + i, stride, rows.ctypes.data + c, stride, count, at, stride, 16)
 
 
 @kernel()
-def _convolve(x, weights, tail, start, n, first, channels, taps, out):
-    """Convolve ``channels`` from ``first`` on of n tokens of one sequence from ``start`` on, and apply SiLU."""
-    width = len(taps)
-    for c in range(channels):
-        for j in range(width):
-            taps[j, c] = weights[first + c, j]
-    for t in range(n):
+def _convolve(table, which, first, channels, start, tokens, taps, out):
+    """Convolve ``channels`` from ``first`` on of some tokens, and apply SiLU."""
+    x, weights, tail = _tensor(table, X + which), _tensor(table, WEIGHTS + which), _tensor(table, TAILS + which)
+    before = len(tail)
+    for j in range(before + 1):
+        own = taps[j]
+        for c in range(channels):
+            own[c] = weights[first + c, j]
+    for t in range(tokens):
         y = out[t]
-        y[:channels] = 0
-        for j in range(width):
-            at = start + t + 1 + j - width
-            own, source = taps[j], x[at] if at >= 0 else tail[at + width - 1]
+        for c in range(channels):
+            y[c] = 0
+        for j in range(before + 1):
+            at = start + t - before + j
+            source, own = (x[at] if at >= 0 else tail[at + before])[first:], taps[j]
             for c in range(channels):
-                y[c] += source[first + c] * own[c]
+                y[c] += source[c] * own[c]
         for c in range(channels):
             y[c] = y[c] * sigmoid(y[c])
 
 
 @kernel()
-def _keep(x, tail, first, channels):
-    """Move the tail on by all tokens of one sequence."""
+def _keep(table, which, first, channels):
+    """Move a convolution's tail on by all tokens."""
+    x, tail = _tensor(table, X + which), _tensor(table, TAILS + which)
     before = len(tail)
     for j in range(before):
         at = len(x) - before + j
@@ -119,7 +115,7 @@ def normalise(x, scale):
 
 
 @kernel()
-def log_decays(z, speed, bias, floor, g):
+def log_decays(z, bias, speed, floor, g):
     """Log-decays of one token, from where ``z`` and ``bias`` begin."""
     if floor < 0:
         for i in range(len(g)):
@@ -130,149 +126,184 @@ def log_decays(z, speed, bias, floor, g):
 
 
 @kernel()
-def _rows(r, start, n, z, h, speed, bias, floor, beta, key):
-    """Everything of one block that is a token's own: decays, and keys and queries with them."""
-    own, block, chunk, before = r.sums[0], r.sums[1], r.sums[2], r.sums[3]
+def _rows(table, h, key, floor, start, at, tokens, room):
+    """What decays and write strengths make of the keys and queries of one block, ``at`` in the chunk at ``start``.
+
+    One array is written at a time, so that the compiler can do many lanes at once.
+    """
+    z, beta, bias = _tensor(table, X + 3), _tensor(table, X + 4), _tensor(table, WEIGHTS + 4)[0]
+    speed = np.exp(_tensor(table, WEIGHTS + 3)[0, h])
+    whole = z.shape[1] == beta.shape[1]
+    first = h if whole else h * key
+    block, chunk, late, before = room[ROWS, BLOCK_SUM], room[ROWS, CHUNK_SUM], room[ROWS, LATE], room[ROWS, BEFORE]
     block[:] = 0
-    per_channel = z.shape[1] != beta.shape[1]
-    first, channels = (h * key, key) if per_channel else (h, 1)
-    for i in range(n):
-        log_decays(z[i, first:], speed, bias[first:], floor, own[:channels])
-        if not per_channel:
-            own[:key] = own[0]
-        q, k, decays, faded, written = r.q[start + i], r.k[start + i], r.decays[i], r.faded[i], r.written[i]
-        written_late, q_late = r.written_late[i], r.q_late[i]
-        written_all, q_all = r.written_all[start + i], r.q_all[start + i]
-        b = -sigmoid(beta[i, h])
+    for i in range(at, at + tokens):
+        q, k, g, faded, written = room[Q, i], room[KEYS, i], room[DECAYS, i], room[FADED, i - at], room[WRITTEN, i]
+        log_decays(z[start + i, first:], bias[first:], speed, floor, g[: 1 if whole else key])
+        if whole:
+            g[:key] = g[0]
+        b = -sigmoid(beta[start + i, h])
         for d in range(key):
-            decays[d] = exp(own[d])
-            block[d] += own[d]
-            late = exp(block[d])
+            block[d] += g[d]
+        for d in range(key):
+            late[d] = exp(block[d])
+        for d in range(key):
+            g[d] = exp(g[d])
+        for d in range(key):
             faded[d] = k[d]
+        for d in range(key):
             written[d] = k[d] * b
-            written_late[d] = k[d] * b * late
-            q_late[d] = q[d] * late
-            written_all[d] = written_late[d] * before[d]
-            q_all[d] = q_late[d] * before[d]
+        for x, x_late, x_all in (
+            (written, room[WRITTEN_LATE, i], room[WRITTEN_ALL, i]),
+            (q, room[Q_LATE, i], room[Q_ALL, i]),
+        ):
+            for d in range(key):
+                x_late[d] = x[d] * late[d]
+            for d in range(key):
+                x_all[d] = x_late[d] * before[d]
     for d in range(key):
         chunk[d] += block[d]
+    for d in range(key):
         before[d] = exp(chunk[d])
 
 
 @kernel()
-def _pairs(r, start, n, key):
-    """P and A of one block: inside it pair by pair, then against all blocks before; and its keys join ``ends``."""
-    whole, sums = (key + 31) // 32 * 32, r.sums[4]
-    for i in range(n):
-        x, y, a, out = r.written[i].ctypes.data, r.q[start + i].ctypes.data, r.decays[i].ctypes.data, sums.ctypes.data
+def _products(at, tokens, key, room):
+    """P and A of one block: inside it pair by pair, then with all blocks before; and its keys join ENDS."""
+    columns, out = (key + 31) // 32 * 32, room[ROWS, PAIR].ctypes.data
+    sums, late, ends = room[ROWS, PAIR], room[ROWS, LATE], room[ENDS]
+    for i in range(tokens):
+        x, y, decays = room[WRITTEN, at + i].ctypes.data, room[Q, at + i].ctypes.data, room[DECAYS, at + i].ctypes.data
+        p, a = room[P, at + i], room[A, at + i]
         for j in range(i):
-            v.fade_two_dots(r.faded[j].ctypes.data, a, x, y, out, whole)
-            r.P[start + i, start + j], r.A[start + i, start + j] = sums[0], sums[1]
-        v.two_dots(r.faded[i].ctypes.data, x, y, out, whole)
-        r.A[start + i, start + i] = sums[1]
-    if start:
-        _multiply(r.written_late, start, n, r.ends, key, r.P, start)
-        _multiply(r.q_late, start, n, r.ends, key, r.A, start)
-    block = r.sums[1]
+            v.fade_two_dots(room[FADED, j].ctypes.data, decays, x, y, out, columns)
+            p[at + j], a[at + j] = sums[0], sums[1]
+        v.two_dots(room[FADED, i].ctypes.data, x, y, out, columns)
+        a[at + i] = sums[1]
+    _multiply(room[WRITTEN_LATE, at:], ends, key, room[P, at:], tokens, at)
+    _multiply(room[Q_LATE, at:], ends, key, room[A, at:], tokens, at)
     for d in range(key):
-        y, fade = r.ends[d], exp(block[d])
-        for j in range(start):
-            y[j] *= fade
-        for j in range(n):
-            y[start + j] = r.faded[j, d]
+        y = ends[d]
+        for j in range(at):
+            y[j] *= late[d]
+        for j in range(tokens):
+            y[at + j] = room[FADED, j, d]
 
 
 @kernel()
-def _solve(r, n, columns):
-    """``U - (-beta P) U = right-hand side`` in place, and ``o += A U``: four rows at a time."""
-    for i in range(0, n, 4):
-        _multiply(r.P[i:], i, 4, r.U, i, r.U, columns)
-        for a in range(i + 1, min(i + 4, n)):
+def _chunk(tokens, key, columns, room, S):
+    """Solve for U, which holds beta V; make the output and the next state S [K, V]."""
+    u, o = room[U], room[O]
+    _multiply(room[WRITTEN_ALL], S, key, u, tokens, columns)
+    _multiply(room[Q_ALL], S, key, o, tokens, columns)
+    for i in range(0, tokens, 4):
+        last = min(i + 4, tokens)
+        p = room[P, i:]
+        _multiply(p, u, i, u[i:], last - i, columns)
+        for a in range(i + 1, last):
             for b in range(i, a):
-                v.axpy_f32(r.P[a, b], r.U[b].ctypes.data, r.U[a].ctypes.data, columns)
-        _multiply(r.A[i:], i, 4, r.U, min(i + 4, n), r.o, columns)
-
-
-@kernel()
-def _chunk(r, S, start, n, b, h, key, inputs, weights, tails, floor, eps, out):
-    """One chunk of value head h, queries and keys being there; ``S`` [K to whole fours, V]."""
-    v_in, z_in, beta_in, gate_in = inputs[2][b], inputs[3][b], inputs[4][b], inputs[5][b]
-    decay_log, decay_bias, norm = weights[3], weights[4], weights[5]
-    value = len(norm)
-    columns = (value + 15) // 16 * 16
-    r.P[:] = 0
-    r.A[:] = 0
-    r.o[:] = 0
-    r.sums[2] = 0
-    r.sums[3] = 1
-    speed = np.exp(decay_log[h])
-    for at in range(0, n, BLOCK):
-        count = min(BLOCK, n - at)
-        rows = slice(start + at, start + at + count)
-        _rows(r, at, count, z_in[rows], h, speed, decay_bias, floor, beta_in[rows], key)
-        _pairs(r, at, count, key)
-    _convolve(v_in, weights[2], tails[2][b], start, n, h * value, value, r.taps, r.U)
-    for i in range(n):
-        beta = sigmoid(beta_in[start + i, h])
-        for c in range(value):
-            r.U[i, c] *= beta
-    _multiply(r.written_all, 0, n, S, key, r.U, columns)
-    _multiply(r.q_all, 0, n, S, key, r.o, columns)
-    _solve(r, n, columns)
+                v.axpy_f32(p[a - i, b], u[b].ctypes.data, u[a].ctypes.data, columns)
+        _multiply(room[A, i:], u, last, o[i:], last - i, columns)
     for d in range(key):
-        row, decay = S[d], r.sums[3, d]
+        row, decay = S[d], room[ROWS, BEFORE, d]
         for c in range(columns):
             row[c] *= decay
-    _multiply(r.ends, 0, key, r.U, n, S, columns)
-    for i in range(n):
-        o, gate, y = r.o[i], gate_in[start + i], out[b, start + i]
-        s = np.float32(1) / np.sqrt(sum_of_products(o[:value], o[:value]) / np.float32(value) + eps)
-        for c in range(value):
-            y[h * value + c] = o[c] * s * norm[c] * sigmoid(gate[h * value + c])
+    _multiply(room[ENDS], u, tokens, S, key, columns)
 
 
 @kernel()
-def _head(r, states, b, g, groups, inputs, weights, tails, S, floor, eps, out):
-    """All tokens of key head g of sequence b, with its value heads; ``states`` [groups, K to whole fours, V]."""
-    key, value, tokens = S.shape[3], S.shape[2], out.shape[1]
-    first, convs = g * groups, weights[:3]
-    for h in range(groups):
-        for i in range(value):
-            for d in range(key):
-                states[h, d, i] = S[b, first + h, i, d]
+def _value_head(table, h, key, value, start, tokens, room, values, S):
+    """One chunk of value head h: queries, keys and values are there."""
+    floor, eps = _tensor(table, CONSTANTS)[0]
+    for i in range(tokens):
+        for j in range(tokens):
+            room[P, i, j] = room[A, i, j] = 0
+    for d in range(key):
+        room[ROWS, CHUNK_SUM, d], room[ROWS, BEFORE, d] = 0, 1
+    for at in range(0, tokens, BLOCK):
+        n = min(BLOCK, tokens - at)
+        _rows(table, h, key, floor, start, at, n, room)
+        _products(at, n, key, room)
+    beta, gate, out = _tensor(table, X + 4), _tensor(table, X + 5), _tensor(table, OUT)
+    for i in range(tokens):
+        u, o, x, b = room[U, i], room[O, i], values[i], sigmoid(beta[start + i, h])
+        for c in range(value):
+            u[c] = x[c] * b
+        for c in range(value):
+            o[c] = 0
+    _chunk(tokens, key, (value + 15) // 16 * 16, room, S)
+    norm = _tensor(table, WEIGHTS + 5)[0]
+    for i in range(tokens):
+        o, z, y = room[O, i, :value], gate[start + i, h * value :], out[start + i, h * value :]
+        s = np.float32(1) / np.sqrt(sum_of_products(o, o) / np.float32(value) + eps)
+        for c in range(value):
+            o[c] = o[c] * s * norm[c]
+        for c in range(value):
+            y[c] = o[c] * sigmoid(z[c])
+
+
+@kernel()
+def _head(table, g, groups, key, value, room):
+    """All tokens of key head g, with its value heads; their states are kept transposed meanwhile."""
+    states, tokens, state = _tensor(table, S), len(_tensor(table, OUT)), VALUES + groups
+    for i in range(groups * value):
+        row, h, c = states[g * groups * value + i], i // value, i % value
+        for d in range(key):
+            room[state + h, d, c] = row[d]
     for start in range(0, tokens, CHUNK):
         n = min(CHUNK, tokens - start)
-        for which in range(2):
-            rows = r.k if which else r.q
-            _convolve(inputs[which][b], convs[which], tails[which][b], start, n, g * key, key, r.taps, rows)
-            scale = np.float32(1) if which else np.float32(1) / np.sqrt(np.float32(key))
-            for i in range(n):
-                normalise(rows[i, :key], scale)
+        for part in range(2 + groups):
+            which, first, channels = part, g * key, key
+            if part >= 2:
+                which, first, channels = 2, (g * groups + part - 2) * value, value
+            _convolve(table, which, first, channels, start, n, room[ROWS, TAPS:], room[Q + part])
+            if part < 2:
+                for i in range(n):
+                    normalise(room[Q + part, i, :key], np.float32(key) ** np.float32(0.5 * part - 0.5))
         for h in range(groups):
-            _chunk(r, states[h], start, n, b, first + h, key, inputs, weights, tails, floor, eps, out)
-    for h in range(groups):
-        for i in range(value):
-            for d in range(key):
-                S[b, first + h, i, d] = states[h, d, i]
-    for which in range(2):
-        _keep(inputs[which][b], tails[which][b], g * key, key)
-    _keep(inputs[2][b], tails[2][b], first * value, groups * value)
+            _value_head(table, g * groups + h, key, value, start, n, room, room[VALUES + h], room[state + h])
+    for i in range(groups * value):
+        row, h, c = states[g * groups * value + i], i // value, i % value
+        for d in range(key):
+            row[d] = room[state + h, d, c]
+    for which in range(3):
+        wide = groups * value if which == 2 else key
+        _keep(table, which, g * wide, wide)
 
 
-@kernel()
-def _share(t, nt, groups, inputs, weights, tails, S, floor, eps, out):
+def _share(plan, t, nt):
     """Thread t's share of the key heads of all sequences."""
-    key, value = S.shape[3], S.shape[2]
-    heads = S.shape[1] // groups
-    work = len(S) * heads
-    r = _room(weights[0].shape[1], key, value)
-    states = np.zeros((groups, (key + 3) // 4 * 4, r.U.shape[1]), np.float32)
+    sequences, heads, groups, key, value, width = carray(v.pointer(plan), (SIZES,), np.int64)
+    tables = carray(v.pointer(plan + 8 * SIZES), (sequences, TENSORS, 3), np.int64)
+    work = sequences * heads
+    # An odd number of cache lines: the rows of a column of a product do not compete for the same places of a cache.
+    columns = (max(key, value, CHUNK) + 31) // 32 * 32 + 16
+    room = np.zeros((VALUES + 2 * groups, max(CHUNK, TAPS + width, (key + 3) // 4 * 4), columns), np.float32)
     for i in range(work * t // nt, work * (t + 1) // nt):
-        _head(r, states, i // heads, i % heads, groups, inputs, weights, tails, S, floor, eps, out)
+        _head(tables[i // heads], i % heads, groups, key, value, room)
+
+
+@cache
+def _address() -> int:
+    """Where ``_share`` is, compiled."""
+    compiled = cfunc(types.void(*[types.int64] * 3), cache=FOLDER is not None, error_model="numpy")
+    return compiled(_share).address
 
 
 @kernel(parallel=True)
-def many_tokens(groups, inputs, weights, tails, S, floor, eps, out, nt):
-    """All key heads of all sequences; each thread takes its share."""
+def _spread(function, plan, nt):
+    """Call ``_share`` once a thread."""
     for t in prange(nt):
-        _share(t, nt, groups, inputs, weights, tails, S, floor, eps, out)
+        v.call_share(function, plan, t, nt)
+
+
+def many_tokens(groups, inputs, weights, tails, S, floor, eps, out, nt):
+    """As ``delta.few_tokens``."""
+    constants = np.array([[floor, eps]], np.float32)
+    plan = [len(S), S.shape[1] // groups, groups, S.shape[3], S.shape[2], weights[0].shape[1]]
+    for b in range(len(S)):
+        own = *(x[b] for x in inputs), *weights, *(x[b] for x in tails), S[b], out[b], constants
+        for x in own:
+            plan += x.ctypes.data, x.size // x.shape[-1], x.shape[-1]
+    array = np.array(plan)
+    _spread(_address(), array.ctypes.data, nt)

@@ -32,10 +32,10 @@ def _convolve(x, weights, tail, first, out):
             out[c] += tail[j, first + c] * weights[first + c, j]
     for c in range(len(out)):
         out[c] = out[c] * sigmoid(out[c])
-    for j in range(before - 1):
-        tail[j, first : first + len(out)] = tail[j + 1, first : first + len(out)]
-    if before:
-        tail[before - 1, first : first + len(out)] = x[first : first + len(out)]
+    for j in range(before):
+        source = tail[j + 1] if j + 1 < before else x
+        for c in range(first, first + len(out)):
+            tail[j, c] = source[c]
 
 
 @kernel()
@@ -82,7 +82,7 @@ def _head(b, g, groups, inputs, weights, tails, S, floor, eps, out):
         for h in range(g * groups, (g + 1) * groups):
             _convolve(v_in[b, t], v_conv, v_tail[b], h * value, values)
             at = h * key if per_channel else h
-            log_decays(z_in[b, t, at:], np.exp(decay_log[h]), decay_bias[at:], floor, a if per_channel else a[:1])
+            log_decays(z_in[b, t, at:], decay_bias[at:], np.exp(decay_log[h]), floor, a if per_channel else a[:1])
             if not per_channel:
                 a[:] = a[0]
             for i in range(key):

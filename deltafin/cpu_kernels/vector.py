@@ -504,3 +504,38 @@ def as_u32(context, value):
         return b.bitcast(arguments[0], I32)
 
     return types.uint32(types.float32), code
+
+
+@intrinsic
+def pointer(context, address):
+    """An address as ``numba.carray`` wants it."""
+
+    def code(context, b, signature, arguments):
+        return b.inttoptr(arguments[0], I8.as_pointer())
+
+    return types.voidptr(address), code
+
+
+@intrinsic
+def apart(context):
+    """Keep the function that says this out of those that call it: less to compile, once more to call."""
+
+    def code(context, b, signature, arguments):
+        b.function.attributes.add("noinline")
+        return context.get_dummy_value()
+
+    return types.void(), code
+
+
+@intrinsic
+def call_share(context, function, plan, t, nt):
+    """Call a function of three int64 by its address."""
+
+    def code(context, b, signature, arguments):
+        function, *given = arguments
+        given = [context.cast(b, x, kind, types.int64) for x, kind in zip(given, signature.args[1:], strict=True)]
+        kind = ir.FunctionType(ir.VoidType(), [I64] * 3)
+        b.call(b.inttoptr(function, kind.as_pointer()), given)
+        return context.get_dummy_value()
+
+    return types.void(function, plan, t, nt), code
