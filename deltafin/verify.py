@@ -266,6 +266,15 @@ def _delta_net_cases(random: torch.Generator) -> Iterator[tuple[str, tuple[Any, 
         yield f"{tokens} tokens, gate per head, grouped value heads", case(tokens, None, 1.0, 3, False)
         yield f"{tokens} tokens, inputs of tens", case(tokens, -5.0, 30.0)
         yield f"{tokens} tokens, inputs below epsilon", case(tokens, None, 1e-5)
+    yield "200 tokens, floor", case(200, -5.0)
+    yield "200 tokens, softplus", case(200, None)
+    yield "200 tokens, gate per head, grouped value heads", case(200, None, 1.0, 2, False)
+    yield "137 tokens, decays of -30", case(137, -30.0, 30.0)
+    fast, slow = 30.0, -12.0
+    for name, floor in (("floor", -30.0), ("softplus", None)):
+        a = case(137, floor)
+        a[3][:, ::2], a[3][:, 1::2] = fast, slow
+        yield f"fast and slow in turn, {name}", a
 
 
 def _attention_cases(random: torch.Generator) -> Iterator[tuple[str, tuple[Any, ...]]]:
