@@ -12,7 +12,9 @@ from torch import Tensor
 
 from deltafin.cpu_kernels import vector as v
 from deltafin.cpu_kernels.compiling import kernel
-from deltafin.cpu_kernels.linear import (
+from deltafin.cpu_kernels.linear import dot, prepare
+from deltafin.cpu_kernels.mathematics import exp
+from deltafin.cpu_kernels.stored import (
     ADDRESS,
     BF16,
     F32,
@@ -21,17 +23,15 @@ from deltafin.cpu_kernels.linear import (
     KIND,
     SCALES,
     STRIDE,
+    Stored,
     as_array,
     as_tensor,
     described,
-    dot,
-    prepare,
     table_of,
 )
-from deltafin.cpu_kernels.mathematics import exp
 from deltafin.cpu_kernels.threads import threads
 from deltafin.ops import FEW, reference
-from deltafin.quant import MXFP4, Int8
+from deltafin.quant import MXFP4
 
 CHUNK = 64
 """Positions whose scores are made at a time: their latents fit the second-level cache."""
@@ -221,9 +221,7 @@ def few_queries(up, plain, value, q, cache, lengths, tokens, absorbed, largest, 
                     _finish(h, up, plain, value, lengths, largest, mass, acc, prepared, out)
 
 
-def attention(
-    q_BTHC: Tensor, latent_BSR: Tensor, shared_BSJ: Tensor, up: Tensor | MXFP4 | Int8, value_dim: int
-) -> Tensor:
+def attention(q_BTHC: Tensor, latent_BSR: Tensor, shared_BSJ: Tensor, up: Stored, value_dim: int) -> Tensor:
     """See ``reference.attention``."""
     batch, tokens, heads, channels = q_BTHC.shape
     dense = latent_BSR.dtype in (torch.float32, torch.bfloat16) and latent_BSR.stride(2) == shared_BSJ.stride(2) == 1

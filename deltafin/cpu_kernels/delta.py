@@ -11,8 +11,8 @@ from torch import Tensor
 
 from deltafin.cpu_kernels import vector as v
 from deltafin.cpu_kernels.compiling import kernel
-from deltafin.cpu_kernels.linear import as_array
 from deltafin.cpu_kernels.mathematics import exp, sigmoid, sum_of_products
+from deltafin.cpu_kernels.stored import as_array
 from deltafin.cpu_kernels.threads import threads
 from deltafin.ops import FEW, DeltaState, DeltaWeights, reference
 

@@ -1,13 +1,12 @@
-"""Products of a few rows with stored weights: ``linear``, ``linears``, ``gated``, ``experts``.
+"""Products of a few rows with stored weights: ``linear``, ``linears``.
 
 Decoding reads every weight once and does little else, so the kernels do too: a row of weights is met by all rows of
 the input while it is in the first-level cache, and rows are shared out evenly over the threads, one parallel region
 for as many weights as share an input. A row's dot product has one order of summation, whatever the number of rows
-and threads. Many rows are a matrix product, which torch does.
+and threads. Many rows are a matrix product: ``many``.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,28 +15,35 @@ from torch import Tensor
 
 from deltafin.cpu_kernels import vector as v
 from deltafin.cpu_kernels.compiling import kernel
+from deltafin.cpu_kernels.many import many_rows
+from deltafin.cpu_kernels.stored import (
+    ADDRESS,
+    BF16,
+    F32,
+    HEAD,
+    INT8,
+    KIND,
+    MX,
+    OUTPUTS,
+    SCALE_STRIDE,
+    SCALES,
+    STRIDE,
+    Row,
+    Stored,
+    as_tensor,
+    described,
+    few,
+    scratch,
+    table_of,
+)
 from deltafin.cpu_kernels.threads import threads
 from deltafin.ops import reference
-from deltafin.quant import MXFP4, Int8
-
-ROWS = 16
-"""Up to this many rows are done by the kernels here: ``FEW`` tokens of a batch of two, and more than pays for."""
-
-WIDEST = 32768
-"""Columns up to which the exact integer sums of int8 weights cannot overflow."""
 
 PARALLEL = 64 << 10
 """Bytes of weights below which waking a second thread costs more than it saves."""
 
-F32, BF16, INT8, MX = range(4)
-KIND, ADDRESS, STRIDE, SCALES, SCALE_STRIDE, OUTPUTS = range(6)
-"""Columns of a table of weights."""
-
 LIMIT = 8_355_000
 """Somewhat below 8,355,711, the largest number that three signed digits of 8 bits can write."""
-
-HEAD = 64
-"""Bytes in front of a prepared row; its unit stands there."""
 
 BYTES, PORTABLE = v.BYTES or 16, not v.BYTES
 
@@ -207,69 +213,13 @@ def few_rows(table, x, prepared, y, nt):
             start += outputs
 
 
-class Row(NamedTuple):
-    """A weight as the kernels read it: its row of a table, as bytes, and how many outputs it has."""
-
-    packed: bytes
-    outputs: int
-
-
-def described(weight: Tensor | MXFP4 | Int8) -> Row | None:
-    """A weight's row, kept with the weight; None for storage that the kernels do not know."""
-    try:
-        return weight._row  # type: ignore[union-attr]
-    except AttributeError:
-        object.__setattr__(weight, "_row", row := _describe(weight))
-        return row
-
-
-def _describe(weight: Tensor | MXFP4 | Int8) -> Row | None:
-    if isinstance(weight, MXFP4):
-        codes, scales = weight.codes, weight.scales
-        known = codes.is_contiguous() and scales.is_contiguous()
-        row = (MX, codes.data_ptr(), codes.shape[1], scales.data_ptr(), scales.shape[1], codes.shape[0])
-    elif isinstance(weight, Int8):
-        codes, scales = weight.codes, weight.scales
-        known = codes.is_contiguous() and scales.is_contiguous() and codes.shape[1] <= WIDEST
-        row = (INT8, codes.data_ptr(), codes.shape[1], scales.data_ptr(), 4, codes.shape[0])
-    else:
-        kind, size = (BF16, 2) if weight.dtype == torch.bfloat16 else (F32, 4)
-        known = weight.dtype in (torch.bfloat16, torch.float32) and weight.is_contiguous()
-        row = (kind, weight.data_ptr(), size * weight.shape[1], 0, 0, weight.shape[0])
-    return Row(np.array(row).tobytes(), row[OUTPUTS]) if known else None
-
-
-def table_of(rows: Sequence[Row]) -> np.ndarray:
-    """Rows of several weights as a table, int64 [n, 6]."""
-    return np.frombuffer(b"".join([row.packed for row in rows]), np.int64).reshape(-1, 6)
-
-
-def few(x: Tensor) -> np.ndarray | None:
-    """The rows of x as a float32 array, or None when they are too many, or float64."""
-    columns = x.shape[-1]
-    if x.numel() > ROWS * columns or x.dtype == torch.float64:
-        return None
-    return as_array(x).reshape(-1, columns)
-
-
-def as_array(x: Tensor) -> np.ndarray:
-    """A tensor as a contiguous float32 array."""
-    return x.float().contiguous().numpy()
-
-
-def as_tensor(y: np.ndarray, like: Tensor) -> Tensor:
-    """Rows as a tensor of the type and leading dimensions of ``like``."""
-    out = torch.from_numpy(y)
-    if like.dtype != torch.float32:
-        out = out.to(like.dtype)
-    return out.view(*like.shape[:-1], y.shape[-1])
-
-
-def linears(x: Tensor, weights: Sequence[Tensor | MXFP4 | Int8]) -> tuple[Tensor, ...]:
+def linears(x: Tensor, weights: Sequence[Stored]) -> tuple[Tensor, ...]:
     """See ``reference.linears``."""
+    if x.dtype == torch.float64:
+        return reference.linears(x, weights)
     xs, about = few(x), [described(w) for w in weights]
     if xs is None or None in about:
-        return reference.linears(x, weights)
+        return tuple(many_rows(x, weight) for weight in weights)
     sizes = [row.outputs for row in about]  # type: ignore[union-attr]
     y = _product(xs, about, sum(sizes))  # type: ignore[arg-type]
     return as_tensor(y, x).split(sizes, -1)
@@ -281,14 +231,11 @@ def _product(xs: np.ndarray, about: Sequence[Row], outputs: int) -> np.ndarray:
     return y
 
 
-def scratch(xs: np.ndarray) -> np.ndarray:
-    """Room for the prepared form of some rows."""
-    return np.empty((len(xs), 2 * HEAD + 8 * xs.shape[1]), np.uint8)
-
-
-def linear(x: Tensor, weight: Tensor | MXFP4 | Int8) -> Tensor:
+def linear(x: Tensor, weight: Stored) -> Tensor:
     """See ``reference.linear``."""
+    if x.dtype == torch.float64:
+        return reference.linear(x, weight)
     xs, row = few(x), described(weight)
     if xs is None or row is None:
-        return reference.linear(x, weight)
+        return many_rows(x, weight)
     return as_tensor(_product(xs, (row,), row.outputs), x)

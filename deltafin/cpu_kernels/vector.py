@@ -334,6 +334,45 @@ def dot_mxfp4(context, w, s, x, k):
     return types.float32(w, s, x, k), code
 
 
+def _code_value(b: ir.IRBuilder, code: ir.Value) -> ir.Value:
+    """Twice the values of 16 codes, float32: a magnitude m is m + max(m - 4, 0), and 2 more for 7."""
+    kind = code.type
+    m = b.and_(code, const(kind, 7))
+    above = b.sub(b.select(b.icmp_unsigned(">", m, const(kind, 4)), m, const(kind, 4)), const(kind, 4))
+    seven = b.and_(b.lshr(b.add(m, const(kind, 1)), const(kind, 2)), const(kind, 2))
+    m = b.add(b.add(m, above), seven)
+    signed = b.select(b.icmp_unsigned(">", code, const(kind, 7)), b.neg(m), m)
+    return b.sitofp(b.sext(signed, I32x16), F32x16)
+
+
+def _group(b: ir.IRBuilder, w: ir.Value, s: ir.Value, i: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """Twice the values of a group's even and odd columns, and its scale in every lane."""
+    packed = load(b, b.add(w, b.shl(i, const(I64, 4))), lanes(I8, 16))
+    bits = b.shl(b.zext(load(b, b.add(s, i), I8), I32), const(I32, 23))
+    bits = b.select(b.icmp_unsigned(">", bits, const(I32, 1 << 22)), bits, const(I32, 1 << 22))
+    scale = b.insert_element(ir.Constant(F32x16, ir.Undefined), b.bitcast(bits, F32), const(I32, 0))
+    low, high = b.and_(packed, const(packed.type, 15)), b.lshr(packed, const(packed.type, 4))
+    return _code_value(b, low), _code_value(b, high), b.shuffle_vector(scale, scale, const(I32x16, 0))
+
+
+@intrinsic
+def widen_mxfp4(context, w, s, out, k):
+    """Write a row of MXFP4 as float32, k a multiple of 32."""
+
+    def code(context, b, signature, arguments):
+        w, s, out, k = arguments
+        with cgutils.for_range(b, b.lshr(k, const(I64, 5))) as loop:
+            *sides, scale = _group(b, w, s, loop.index)
+            low, high = (b.fmul(side, b.fmul(scale, const(F32x16, 0.5))) for side in sides)
+            at = b.add(out, b.shl(loop.index, const(I64, 7)))
+            for half in (0, 8):
+                turns = [ir.Constant(I32, half + i // 2 + 16 * (i % 2)) for i in range(16)]
+                store(b, b.shuffle_vector(low, high, ir.Constant(I32x16, turns)), b.add(at, const(I64, 8 * half)))
+        return context.get_dummy_value()
+
+    return types.void(w, s, out, k), code
+
+
 @intrinsic
 def dot_mxfp4_portable(context, w, s, x, k):
     """``sum(w * x)`` of a row of MXFP4 codes with its scales; ``x`` is float32, all even columns, then all odd."""
@@ -341,27 +380,13 @@ def dot_mxfp4_portable(context, w, s, x, k):
     def code(context, b, signature, arguments):
         w, s, x, k = arguments
         odd = b.add(x, b.shl(k, const(I64, 1)))
-        kind = lanes(I8, 16)
-
-        def value(code):
-            """Twice the value of a code: its magnitude m is m + max(m - 4, 0), and 2 more for 7."""
-            m = b.and_(code, const(kind, 7))
-            above = b.sub(b.select(b.icmp_unsigned(">", m, const(kind, 4)), m, const(kind, 4)), const(kind, 4))
-            seven = b.and_(b.lshr(b.add(m, const(kind, 1)), const(kind, 2)), const(kind, 2))
-            m = b.add(b.add(m, above), seven)
-            signed = b.select(b.icmp_unsigned(">", code, const(kind, 7)), b.neg(m), m)
-            return b.sitofp(b.sext(signed, I32x16), F32x16)
 
         def body(i, acc):
-            packed = load(b, b.add(w, b.shl(i, const(I64, 4))), kind)
+            low, high, scale = _group(b, w, s, i)
             at = b.shl(i, const(I64, 6))
-            low, high = b.and_(packed, const(kind, 15)), b.lshr(packed, const(kind, 4))
-            part = b.fmul(value(low), load(b, b.add(x, at), F32x16))
-            part = fma(b, value(high), load(b, b.add(odd, at), F32x16), part)
-            bits = b.shl(b.zext(load(b, b.add(s, i), I8), I32), const(I32, 23))
-            bits = b.select(b.icmp_unsigned(">", bits, const(I32, 1 << 22)), bits, const(I32, 1 << 22))
-            scale = b.insert_element(ir.Constant(F32x16, ir.Undefined), b.bitcast(bits, F32), const(I32, 0))
-            return [fma(b, part, b.shuffle_vector(scale, scale, const(I32x16, 0)), acc[0])]
+            part = b.fmul(low, load(b, b.add(x, at), F32x16))
+            part = fma(b, high, load(b, b.add(odd, at), F32x16), part)
+            return [fma(b, part, scale, acc[0])]
 
         return total(b, repeat(b, b.lshr(k, const(I64, 5)), 1, [const(F32x16, 0.0)], body)[0])
 
