@@ -13,6 +13,7 @@ from torch import Tensor
 from deltafin.cpu_kernels import vector as v
 from deltafin.cpu_kernels.compiling import kernel
 from deltafin.cpu_kernels.linear import dot, prepare
+from deltafin.cpu_kernels.many import attend, up_of
 from deltafin.cpu_kernels.mathematics import exp
 from deltafin.cpu_kernels.stored import (
     ADDRESS,
@@ -224,15 +225,12 @@ def few_queries(up, plain, value, q, cache, lengths, tokens, absorbed, largest, 
 def attention(q_BTHC: Tensor, latent_BSR: Tensor, shared_BSJ: Tensor, up: Stored, value_dim: int) -> Tensor:
     """See ``reference.attention``."""
     batch, tokens, heads, channels = q_BTHC.shape
-    dense = latent_BSR.dtype in (torch.float32, torch.bfloat16) and latent_BSR.stride(2) == shared_BSJ.stride(2) == 1
-    if (
-        tokens > FEW
-        or isinstance(up, MXFP4)
-        or not dense
-        or (row := described(up)) is None
-        or q_BTHC.dtype == torch.float64
-    ):
+    if q_BTHC.dtype == torch.float64:
         return reference.attention(q_BTHC, latent_BSR, shared_BSJ, up, value_dim)
+    known = latent_BSR.dtype in (torch.float32, torch.bfloat16) and latent_BSR.stride(2) == shared_BSJ.stride(2) == 1
+    row = None if isinstance(up, MXFP4) else described(up)
+    if tokens > FEW or row is None or not known:
+        return attend(q_BTHC.float(), latent_BSR, shared_BSJ, up_of(up, heads), value_dim).to(q_BTHC.dtype)
     size, rank, common = latent_BSR.element_size(), latent_BSR.shape[2], shared_BSJ.shape[2]
     cache = (
         F32 if size == 4 else BF16,
