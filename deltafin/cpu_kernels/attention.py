@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deltafin.cpu_kernels import vector as v
 from deltafin.cpu_kernels.compiling import kernel
-from deltafin.cpu_kernels.linear import dot, prepare
+from deltafin.cpu_kernels.linear import block, prepare
 from deltafin.cpu_kernels.many import attend, up_of
 from deltafin.cpu_kernels.mathematics import exp
 from deltafin.cpu_kernels.stored import (
@@ -200,10 +200,12 @@ def _finish(h, up, plain, value, lengths, largest, mass, acc, prepared, out):
                     y[i] += share * other[i]
         if up[KIND] == INT8:
             prepare(True, False, y, prepared[h])
+        for i in range(0, value, v.BLOCK):
+            first, count = h * (plain + value) + plain + i, min(v.BLOCK, value - i)
+            place = out.ctypes.data + 4 * ((n * out.shape[1] + h) * value + i)
+            block(up, first, count, y.ctypes.data, prepared[h].ctypes.data, rank, place)
         for i in range(value):
-            row = h * (plain + value) + plain + i
-            w, s = up[ADDRESS] + row * up[STRIDE], up[SCALES] + 4 * row
-            out[n, h, i] = dot(up[KIND], w, s, y.ctypes.data, prepared[h].ctypes.data, rank) / mass[n, 0, h]
+            out[n, h, i] /= mass[n, 0, h]
 
 
 @kernel(parallel=True)

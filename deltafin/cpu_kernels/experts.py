@@ -13,14 +13,11 @@ from torch import Tensor
 
 from deltafin.config import Activation, SiLU
 from deltafin.cpu_kernels import mathematics
+from deltafin.cpu_kernels import vector as v
 from deltafin.cpu_kernels.compiling import kernel
-from deltafin.cpu_kernels.linear import PARALLEL, aligned, dot, kinds, prepare
+from deltafin.cpu_kernels.linear import PARALLEL, aligned, block, kinds, prepare
 from deltafin.cpu_kernels.many import product, segments
 from deltafin.cpu_kernels.stored import (
-    ADDRESS,
-    KIND,
-    SCALE_STRIDE,
-    SCALES,
     STRIDE,
     Row,
     Stored,
@@ -41,21 +38,20 @@ def _up(table, start, row, x, prepared, gate, up, t, nt):
     columns, width = x.shape[1], gate.shape[1]
     all_rows = (len(start) - 1) * width
     offset = aligned(prepared)
-    for g in range(all_rows * t // nt, all_rows * (t + 1) // nt):
-        e, r = g // width, g % width
+    at, end = all_rows * t // nt, all_rows * (t + 1) // nt
+    while at < end:
+        e, r = at // width, at % width
+        count = min(v.BLOCK, width - r, end - at)
         for which in range(2):
-            w = table[3 * e + which]
             out = gate if which == 0 else up
             for p in range(start[e], start[e + 1]):
                 n = row[p]
-                out[p, r] = dot(
-                    w[KIND],
-                    w[ADDRESS] + r * w[STRIDE],
-                    w[SCALES] + r * w[SCALE_STRIDE],
-                    x.ctypes.data + 4 * n * columns,
-                    prepared.ctypes.data + offset + n * prepared.shape[1],
-                    columns,
+                block(
+                    *(table[3 * e + which], r, count, x.ctypes.data + 4 * n * columns),
+                    *(prepared.ctypes.data + offset + n * prepared.shape[1], columns),
+                    out.ctypes.data + 4 * (p * width + r),
                 )
+        at += count
 
 
 @kernel()
@@ -78,19 +74,18 @@ def _down(table, start, row, share, h, prepared, y, t, nt):
     """Thread t's share of the outputs: the weighted down products, expert by expert."""
     width, outputs = h.shape[1], y.shape[1]
     first, last, offset = outputs * t // nt, outputs * (t + 1) // nt, aligned(prepared)
+    part = np.empty(v.BLOCK, np.float32)
     y[:, first:last] = 0
     for e in range(len(start) - 1):
-        w = table[3 * e + 2]
-        for r in range(first, last):
+        for r in range(first, last, v.BLOCK):
+            count = min(v.BLOCK, last - r)
             for p in range(start[e], start[e + 1]):
-                y[row[p], r] += share[p] * dot(
-                    w[KIND],
-                    w[ADDRESS] + r * w[STRIDE],
-                    w[SCALES] + r * w[SCALE_STRIDE],
-                    h.ctypes.data + 4 * p * width,
-                    prepared.ctypes.data + offset + p * prepared.shape[1],
-                    width,
+                block(
+                    *(table[3 * e + 2], r, count, h.ctypes.data + 4 * p * width),
+                    *(prepared.ctypes.data + offset + p * prepared.shape[1], width, part.ctypes.data),
                 )
+                for i in range(count):
+                    y[row[p], r + i] += share[p] * part[i]
 
 
 @kernel(parallel=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 from deltafin import config
 from deltafin.cpu_kernels.attention import attention
 from deltafin.cpu_kernels.compiling import kernel
-from deltafin.cpu_kernels.delta import PARALLEL, few_tokens
+from deltafin.cpu_kernels.delta import PARALLEL, arrays, few_tokens
 from deltafin.cpu_kernels.experts import few_experts, saturation
 from deltafin.cpu_kernels.linear import few_rows
 from deltafin.cpu_kernels.mathematics import sigmoid
@@ -102,15 +102,15 @@ def kda(c: config.KDA, w: Any, s: Any, x_BTD: Tensor, norm: Tensor, eps: float, 
     def make():
         tables = _plan(w, w.first, w.decay_up, w.gate_up, w.out)
         sizes = np.array((c.heads * c.key_dim, c.heads * c.value_dim, c.heads, c.decay_rank))
-        arrays = tuple(as_array(t) for t in w.between)
-        return tables and (sizes, *tables, arrays)
+        between = arrays(w.between)
+        return tables and (sizes, *tables, between)
 
     made = _kept(w, make)
     if made is None or s.q_tail.dtype != torch.float32:
         return None
-    sizes, first, decay_up, gate_up, out, arrays = made
+    sizes, first, decay_up, gate_up, out, between = made
     y = _kda(
-        *(few(x_BTD), as_array(norm), np.float32(eps), len(x_BTD), 1, sizes, first, decay_up, gate_up, out, arrays),
+        *(few(x_BTD), as_array(norm), np.float32(eps), len(x_BTD), 1, sizes, first, decay_up, gate_up, out, between),
         *((s.q_tail.numpy(), s.k_tail.numpy(), s.v_tail.numpy()), s.S_BHVK.numpy()),
         *(np.float32(c.decay_floor or 0), threads()),
     )

@@ -130,8 +130,10 @@ def digit(digits, i, columns):
 
 
 @kernel()
-def dot(kind, w, s, x, prepared, columns):
-    """One row of weights times one row of input: addresses of the row, its scales, float32 x, prepared x."""
+def _dot(kind, w, s, x, prepared, columns):
+    """One row of weights of any width times one row of input: the vector code as far as it goes, then the rest."""
+    room = np.empty(2, np.int64)
+    out = room.ctypes.data
     if kind in (F32, BF16):
         whole = columns & ~31
         y = v.dot_f32(w, x, whole) if kind == F32 else v.dot_bf16(w, x, whole)
@@ -144,7 +146,8 @@ def dot(kind, w, s, x, prepared, columns):
         return y
     if kind == INT8:
         whole = columns & ~31
-        number = v.dot_int8(w, prepared + HEAD, whole, columns)
+        v.dot_int8(w, 0, prepared + HEAD, out, whole, columns)
+        number = room[0]
         for i in range(whole, columns):
             number += v.peek_i8(w + i) * digit(prepared + HEAD, i, columns)
         return np.float32(number) * v.peek_f32(prepared) * v.peek_f32(s)
@@ -153,7 +156,8 @@ def dot(kind, w, s, x, prepared, columns):
     if PORTABLE:
         return unit * v.dot_mxfp4_portable(w, s, prepared, columns)
     whole = columns // v.STEP * v.STEP
-    y = unit * v.dot_mxfp4(w, s, prepared, whole)
+    v.dot_mxfp4(w, 0, s, 0, prepared, out, whole)
+    y = unit * v.peek_f32(out)
     for group in range(whole // 32, columns // 32):
         part = np.float32(0)
         for i in range(16):
@@ -163,6 +167,45 @@ def dot(kind, w, s, x, prepared, columns):
         bits = max(np.uint32(v.peek_u8(s + group)) << np.uint32(23), np.uint32(1 << 22))
         y += np.float32(0.5) * part * v.as_f32(bits)
     return y
+
+
+@kernel()
+def block(w, first, count, x, prepared, columns, out):
+    """Rows ``first`` on, at most BLOCK, of a weight (a row of a table) times one row of input, to address ``out``.
+
+    The same bits for a row whatever block it is in.
+    """
+    kind, stride, scale_stride = w[KIND], w[STRIDE], w[SCALE_STRIDE]
+    row, s = w[ADDRESS] + first * stride, w[SCALES] + first * scale_stride
+    r = 0
+    if columns % v.STEP == 0:
+        if count == v.BLOCK and kind in (F32, BF16):
+            if kind == F32:
+                v.dots_f32(row, stride, x, out, columns)
+            else:
+                v.dots_bf16(row, stride, x, out, columns)
+            return
+        if kind == INT8:
+            numbers = np.empty(v.PAIR, np.int64)
+            unit = v.peek_f32(prepared)
+            while r + v.PAIR <= count:
+                v.dots_int8(row + r * stride, stride, prepared + HEAD, numbers.ctypes.data, columns, columns)
+                for i in range(v.PAIR):
+                    scale = v.peek_f32(s + (r + i) * scale_stride)
+                    v.poke_f32(out + 4 * (r + i), np.float32(numbers[i]) * unit * scale)
+                r += v.PAIR
+        elif kind == MX and not PORTABLE:
+            unit, laid_out = v.peek_f32(prepared + 4), prepared + HEAD + 4 * columns
+            while r + v.PAIR <= count:
+                place = out + 4 * r
+                v.dots_mxfp4(row + r * stride, stride, s + r * scale_stride, scale_stride, laid_out, place, columns)
+                for i in range(v.PAIR):
+                    v.poke_f32(place + 4 * i, unit * v.peek_f32(place + 4 * i))
+                r += v.PAIR
+    while r < count:
+        y = _dot(kind, row + r * stride, s + r * scale_stride, x, prepared, columns)
+        v.poke_f32(out + 4 * r, y)
+        r += 1
 
 
 @kernel()
@@ -200,15 +243,14 @@ def few_rows(table, x, prepared, y, nt):
         for i in range(len(table)):
             w = table[i]
             outputs = w[OUTPUTS]
-            for r in range(outputs * t // nt, outputs * (t + 1) // nt):
+            last = outputs * (t + 1) // nt
+            for r in range(outputs * t // nt, last, v.BLOCK):
+                count = min(v.BLOCK, last - r)
                 for n in range(rows):
-                    y[n, start + r] = dot(
-                        w[KIND],
-                        w[ADDRESS] + r * w[STRIDE],
-                        w[SCALES] + r * w[SCALE_STRIDE],
-                        x.ctypes.data + 4 * n * columns,
-                        prepared.ctypes.data + offset + n * prepared.shape[1],
-                        columns,
+                    block(
+                        *(w, r, count, x.ctypes.data + 4 * n * columns),
+                        *(prepared.ctypes.data + offset + n * prepared.shape[1], columns),
+                        y.ctypes.data + 4 * (n * y.shape[1] + start + r),
                     )
             start += outputs
 
