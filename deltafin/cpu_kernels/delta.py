@@ -10,8 +10,9 @@ from numba import prange
 from torch import Tensor
 
 from deltafin.cpu_kernels import vector as v
+from deltafin.cpu_kernels.chunks import log_decays, many_tokens, normalise
 from deltafin.cpu_kernels.compiling import kernel
-from deltafin.cpu_kernels.mathematics import exp, sigmoid, softplus, sum_of_products
+from deltafin.cpu_kernels.mathematics import exp, sigmoid, sum_of_products
 from deltafin.cpu_kernels.stored import as_array
 from deltafin.cpu_kernels.threads import threads
 from deltafin.ops import FEW, DeltaState, DeltaWeights, reference
@@ -43,22 +44,11 @@ def _convolve(x, taps, tail, out):
 
 
 @kernel()
-def _normalise(x, scale):
-    """To length ``scale``, with epsilon on the sum of squares."""
-    s = scale / np.sqrt(sum_of_products(x, x) + np.float32(1e-6))
-    for i in range(len(x)):
-        x[i] *= s
-
-
-@kernel()
 def _decays(z, speed, bias, floor, out):
     """The factors of some channels' decay, ``exp(g)``."""
-    if floor < 0:
-        for i in range(len(out)):
-            out[i] = exp(floor * sigmoid(speed * (z[i] + bias[i])))
-    else:
-        for i in range(len(out)):
-            out[i] = exp(-speed * softplus(z[i] + bias[i]))
+    log_decays(z, speed, bias, floor, out)
+    for i in range(len(out)):
+        out[i] = exp(out[i])
 
 
 @kernel()
@@ -97,8 +87,8 @@ def _head(b, g, groups, inputs, weights, tails, S, floor, eps, out):
     for t in range(q_in.shape[1]):
         _convolve(q_in[b, t, keys], q_conv[:, keys], q_tail[b, :, keys], q)
         _convolve(k_in[b, t, keys], k_conv[:, keys], k_tail[b, :, keys], k)
-        _normalise(q, np.float32(1) / np.sqrt(np.float32(key)))
-        _normalise(k, np.float32(1))
+        normalise(q, np.float32(1) / np.sqrt(np.float32(key)))
+        normalise(k, np.float32(1))
         qk = sum_of_products(q, k)
         for h in range(g * groups, (g + 1) * groups):
             own = slice(h * value, (h + 1) * value)
@@ -143,7 +133,7 @@ def delta_net(
     eps: float,
 ) -> Tensor:
     """See ``reference.delta_net``."""
-    if q_BTC.shape[1] > FEW or s.S_BHVK.dtype == torch.float64:
+    if s.S_BHVK.dtype == torch.float64:
         return reference.delta_net(q_BTC, k_BTC, v_BTC, decay_BTC, beta_BTH, gate_BTC, w, s, floor, eps)
     dtype = q_BTC.dtype
     inputs = tuple(as_array(x) for x in (q_BTC, k_BTC, v_BTC, decay_BTC, beta_BTH, gate_BTC))
@@ -155,7 +145,9 @@ def delta_net(
         *(groups, inputs, arrays(w), tuple(t.numpy() for t in tails), S),
         *(np.float32(0 if floor is None else floor), np.float32(eps), out),
     )
-    few_tokens(*arguments, threads() if S.nbytes > PARALLEL else 1)
+    tokens = q_BTC.shape[1]
+    form = few_tokens if tokens <= FEW else many_tokens
+    form(*arguments, threads() if S.nbytes * max(1, tokens // FEW) > PARALLEL else 1)
     if dtype != torch.float32:
         for kept, moved in zip(s[:3], tails, strict=True):
             kept.copy_(moved)

@@ -34,24 +34,18 @@ def sigmoid(x):
 
 @kernel()
 def softplus(x):
-    """``log(1 + e^x)``, which never overflows: ``max(x, 0) + log1p(e^-|x|)``."""
-    e = exp(-abs(x))
-    u = np.float32(1) + e
-    lost = e - (u - np.float32(1))  # of e in u
-    over = u > np.float32(1.4142135)
-    m = (u * np.float32(0.5) if over else u) - np.float32(1)
-    s = m * m
-    p = np.float32(7.0376836292e-2)
-    p = p * m + np.float32(-1.1514610310e-1)
-    p = p * m + np.float32(1.1676998740e-1)
-    p = p * m + np.float32(-1.2420140846e-1)
-    p = p * m + np.float32(1.4249322787e-1)
-    p = p * m + np.float32(-1.6668057665e-1)
-    p = p * m + np.float32(2.0000714765e-1)
-    p = p * m + np.float32(-2.4999993993e-1)
-    p = p * m + np.float32(3.3333331174e-1)
-    y = m * s * p - np.float32(0.5) * s + m + (np.float32(0.69314718056) if over else np.float32(0))
-    return max(x, np.float32(0)) + (y + lost / u) if x == x else x
+    """``log(1 + e^x)``, without overflow: with u = e^-|x|, log(1 + u) is twice the area tangent of u / (2 + u)."""
+    u = exp(-abs(x))
+    r = u / (u + np.float32(2))
+    s = r * r
+    p = np.float32(2 / 13)
+    p = p * s + np.float32(2 / 11)
+    p = p * s + np.float32(2 / 9)
+    p = p * s + np.float32(2 / 7)
+    p = p * s + np.float32(2 / 5)
+    p = p * s + np.float32(2 / 3)
+    p = p * s + np.float32(2)
+    return max(x, np.float32(0)) + r * p
 
 
 @kernel()

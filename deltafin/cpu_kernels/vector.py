@@ -189,6 +189,45 @@ def delta_row(context, row, decay, k, decayed_k, decayed_q, beta, v, qk, n):
     return number(address, address, address, address, address, number, number, number, address), code
 
 
+@intrinsic
+def two_dots(context, row, x, y, out, k):
+    """``sum(row * x)`` and ``sum(row * y)`` to ``out`` [2], all float32, k a multiple of 32."""
+
+    def code(context, b, signature, arguments):
+        row, x, y, out, k = arguments
+
+        def body(i, acc):
+            at = b.shl(i, const(I64, 6))
+            own = load(b, b.add(row, at), F32x16)
+            return [fma(b, own, load(b, b.add(o, at), F32x16), a) for o, a in zip((x, y), acc, strict=True)]
+
+        for i, v in enumerate(repeat(b, b.lshr(k, const(I64, 4)), 2, [const(F32x16, 0.0)] * 2, body)):
+            store(b, total(b, v), b.add(out, const(I64, 4 * i)))
+        return context.get_dummy_value()
+
+    return types.void(row, x, y, out, k), code
+
+
+@intrinsic
+def fade_two_dots(context, row, a, x, y, out, k):
+    """``row *= a``, then ``two_dots`` of it."""
+
+    def code(context, b, signature, arguments):
+        row, a, x, y, out, k = arguments
+
+        def body(i, acc):
+            at = b.shl(i, const(I64, 6))
+            own = b.fmul(load(b, b.add(row, at), F32x16), load(b, b.add(a, at), F32x16))
+            store(b, own, b.add(row, at))
+            return [fma(b, own, load(b, b.add(o, at), F32x16), a) for o, a in zip((x, y), acc, strict=True)]
+
+        for i, v in enumerate(repeat(b, b.lshr(k, const(I64, 4)), 2, [const(F32x16, 0.0)] * 2, body)):
+            store(b, total(b, v), b.add(out, const(I64, 4 * i)))
+        return context.get_dummy_value()
+
+    return types.void(row, a, x, y, out, k), code
+
+
 def _axpy(kind: str):
     """``y += a * w`` for a row of weights and float32 ``y``, k a multiple of 16."""
 
