@@ -23,7 +23,8 @@ from deltafin.cpu_kernels.stored import HEAD, OUTPUTS, as_array, as_tensor, desc
 from deltafin.cpu_kernels.threads import threads
 
 NONE = np.empty((0, 6), np.int64)
-"""The table of a weight that a layer does not have."""
+"""The table of a weight that a layer does not have; read-only as all tables are, or Numba would compile for both."""
+NONE.flags.writeable = False
 
 
 @kernel()

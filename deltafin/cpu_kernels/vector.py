@@ -13,9 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
-from numba import types
+from numba import extending, types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from deltafin.cpu_kernels.compiling import FEATURES
 
@@ -24,6 +23,9 @@ BYTES = 64 if {"avx512bw", "avx512vnni"} <= FEATURES else 32 if "avx2" in FEATUR
 
 FORM = {64: "AVX-512 VNNI", 32: "AVX2", 16: "SSSE3", 0: "portable"}[BYTES]
 """Which form of the four-bit lookup is used."""
+
+intrinsic: Any = extending.intrinsic
+"""Numba's, whose hints would keep the first parameter, which callers do not give."""
 
 I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 

@@ -45,7 +45,8 @@ X, ONE = torch.ones(1, 1, 32), torch.ones(32, 32)
 
 
 def _kda() -> None:
-    between = DeltaWeights(*(torch.ones(32, 4) for _ in range(3)), torch.ones(1), torch.ones(32), torch.ones(32))
+    conv, channels = torch.ones(32, 4), torch.ones(32)
+    between = DeltaWeights(conv, conv, conv, torch.ones(1), channels, channels)
     w = SimpleNamespace(first=(ONE, ONE, ONE, ONE[:1], ONE, ONE), decay_up=ONE, gate_up=None, out=ONE, between=between)
     s = SimpleNamespace(
         **{name: torch.zeros(1, 3, 32) for name in ("q_tail", "k_tail", "v_tail")},
