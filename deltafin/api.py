@@ -133,6 +133,7 @@ class Model:
         moe = next((layer.ffn for layer in layers if isinstance(layer.ffn, MoE)), None)
         table = self.decoder.blocks[0].ops
         replaced = list(ops.overrides(table))
+        backend = f"{table.name} ({table.form})" if table.form else table.name
         linear = sum(isinstance(layer.mixer, KDA) for layer in layers)
         about: dict[str, Any] = {
             "name": self.name,
@@ -154,8 +155,8 @@ class Model:
         return about | {
             "resident weights": self._held("resident"),
             "activations": str(self.decoder.dtype).removeprefix("torch."),
-            "threads": torch.get_num_threads(),
-            "operations": f"{table.name}, {', '.join(replaced)} replaced" if replaced else f"{table.name} reference",
+            "threads": table.threads(),
+            "operations": f"{backend}: {', '.join(replaced)}" if replaced else f"{table.name} reference",
             "skipped tensors": ", ".join(f"{count} {part}" for part, count in self._store.skipped.items()) or "none",
             "fingerprint": self.fingerprint[:16],
         }

@@ -159,7 +159,7 @@ def measure(model: Measurable, contexts: Sequence[int] | None = None, progress: 
     ``progress`` is called with what comes next.
     """
     tell = progress or (lambda what: None)
-    decoder, threads = model.decoder, torch.get_num_threads()
+    decoder, threads = model.decoder, model.decoder.blocks[0].ops.threads()
     tell("memory")
     read_gbs, _ = bandwidth(threads)
     tell("warming up")

@@ -4,11 +4,16 @@ import os
 import subprocess
 import sys
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 
+@cache
 def cores() -> list[int]:
-    """One logical CPU of each physical core that this process may use, as numbers; all CPUs where that is not known."""
+    """One logical CPU of each physical core that this process may use, as numbers; all CPUs where that is not known.
+
+    Asked once: kernels bind their threads, and then this thread may use one core alone.
+    """
     try:
         usable = sorted(os.sched_getaffinity(0))
     except AttributeError:  # not on Linux

@@ -18,7 +18,7 @@ from deltafin import ops
 from deltafin.config import Activation, SiLU, SiTU
 from deltafin.model.decoder import Decoder, forward
 from deltafin.ops import FEW, DeltaState, DeltaWeights, Expert, reference
-from deltafin.quant import MXFP4, pack_mxfp4
+from deltafin.quant import MXFP4, pack_int8, pack_mxfp4
 from deltafin.session import Runnable, Session
 
 Result = tuple[Tensor, ...]
@@ -78,12 +78,12 @@ def implementations() -> Iterator[tuple[str, str, Callable[..., Any]]]:
     """List operation, name and function of every implementation there is, new backends included."""
     forms = {
         "delta_rule": {
-            "torch, by token": reference.delta_rule_recurrent,
-            "torch, by chunk": reference.delta_rule_chunkwise,
+            "by token": reference.delta_rule_recurrent,
+            "by chunk": reference.delta_rule_chunkwise,
         },
         "attention": {
-            "torch, absorbed": reference.attention_absorbed,
-            "torch, expanded": reference.attention_expanded,
+            "absorbed": reference.attention_absorbed,
+            "expanded": reference.attention_expanded,
         },
     }
     tables = [ops.load(name) for name in ops.BACKENDS]
@@ -170,6 +170,7 @@ def _linear_cases(random: torch.Generator) -> Iterator[tuple[str, tuple[Any, ...
         yield f"{2 * rows} rows, float32", (x, _normal(random, 40, 96))
         yield f"{2 * rows} rows, bfloat16", (x, _normal(random, 41, 96).bfloat16())
         yield f"{2 * rows} rows, MXFP4", (x, pack_mxfp4(_normal(random, 43, 96)))
+        yield f"{2 * rows} rows, int8", (x[..., :77], pack_int8(_normal(random, 39, 77)))
     scales = torch.arange(0, 255, dtype=torch.uint8).view(85, 3)
     small = MXFP4(torch.full((85, 48), 0x71, dtype=torch.uint8), scales.clamp(max=140))
     yield "MXFP4, every scale from 2^-127", (_normal(random, 1, 96), small)
@@ -227,8 +228,9 @@ def _delta_rule_cases(random: torch.Generator) -> Iterator[tuple[str, tuple[Any,
 
 def _linears_cases(random: torch.Generator) -> Iterator[tuple[str, tuple[Any, ...]]]:
     for rows in (1, 5, 40):
-        weights = [_normal(random, 40, 96), _normal(random, 7, 96).bfloat16(), pack_mxfp4(_normal(random, 24, 96))]
-        yield f"{rows} rows", (_normal(random, 1, rows, 96), weights)
+        plain, small, four, eight = (_normal(random, outputs, 96) for outputs in (40, 7, 24, 19))
+        weights = [plain, small.bfloat16(), pack_mxfp4(four), pack_int8(eight)]
+        yield f"{rows} rows, every format", (_normal(random, 1, rows, 96), weights)
 
 
 def _gated_cases(random: torch.Generator) -> Iterator[tuple[str, tuple[Any, ...]]]:
@@ -238,6 +240,7 @@ def _gated_cases(random: torch.Generator) -> Iterator[tuple[str, tuple[Any, ...]
         yield f"{rows} rows, SiLU", (x, gate, up, down, SiLU())
         yield f"{rows} rows, SiTU, bfloat16", (x, gate.bfloat16(), up.bfloat16(), down.bfloat16(), SiTU())
         yield f"{rows} rows, MXFP4", (x, pack_mxfp4(gate), pack_mxfp4(up), pack_mxfp4(down), SiTU())
+        yield f"{rows} rows, int8", (x, pack_int8(gate), pack_int8(up), pack_int8(down), SiLU())
     yield "saturated", (1000 * _normal(random, 1, 3, 96), gate, up, down, SiTU())
 
 
@@ -247,13 +250,17 @@ def _delta_net_cases(random: torch.Generator) -> Iterator[tuple[str, tuple[Any, 
         keys, all_heads = heads * key, heads * groups
         values, decays = all_heads * value, all_heads * key if per_channel else all_heads
         weights = DeltaWeights(
-            *(_normal(random, channels, width) / 2 for channels in (keys, keys, values)),
+            _normal(random, keys, width) / 2,
+            _normal(random, keys, width) / 2,
+            _normal(random, values, width) / 2,
             torch.rand(all_heads, generator=random),
             _normal(random, decays),
             1 + _normal(random, value) / 4,
         )
         state = DeltaState(
-            *(_normal(random, batch, width - 1, channels) for channels in (keys, keys, values)),
+            _normal(random, batch, width - 1, keys),
+            _normal(random, batch, width - 1, keys),
+            _normal(random, batch, width - 1, values),
             _normal(random, batch, all_heads, value, key),
         )
         inputs = (_normal(random, batch, tokens, c) for c in (keys, keys, values, decays, all_heads, values))
@@ -292,6 +299,10 @@ def _attention_cases(random: torch.Generator) -> Iterator[tuple[str, tuple[Any, 
         )
     q, latent, shared = _normal(random, 2, 5, heads, 18), _normal(random, 2, 9, rank), _normal(random, 2, 9, common)
     up = _normal(random, heads * (plain + value), rank)
+    for tokens in (1, 5, 9):
+        q_few = _normal(random, 2, tokens, heads, 18)
+        yield f"{tokens} tokens, bfloat16 cache", (q_few, latent.bfloat16(), shared.bfloat16(), up.bfloat16(), value)
+        yield f"{tokens} tokens, int8", (q_few, latent, shared, pack_int8(up), value)
     yield "scores of hundreds", (q * 100, latent, shared, up, value)
     yield "equal scores", (q * 0, latent, shared, up.bfloat16(), value)
 
@@ -313,6 +324,7 @@ def _experts_cases(random: torch.Generator) -> Iterator[tuple[str, tuple[Any, ..
     kinds: dict[str, tuple[Callable[[Tensor], Any], Activation]] = {
         "bfloat16, SiLU": (Tensor.bfloat16, SiLU()),
         "MXFP4, SiTU": (pack_mxfp4, SiTU()),
+        "int8, SiLU": (pack_int8, SiLU()),
     }
     for name, (store, activation) in kinds.items():
         stored = [Expert(*(store(matrix) for matrix in matrices)) for matrices in dense]
@@ -397,11 +409,15 @@ def _check_splits(model: Verifiable) -> Row:
     return worst
 
 
-def _check_precision(model: Verifiable) -> Row:
+def _check_precision(model: Verifiable, length: int = TOKENS, case: str = "logits against float64") -> Row:
     tokens = _text(model.decoder)
-    got = _in_pieces(model.in_dtype(torch.float32), tokens, [TOKENS])[:1]
+    got = _in_pieces(model.in_dtype(torch.float32), tokens, [length] * (TOKENS // length))[:1]
     want = _in_pieces(model.in_dtype(torch.float64), tokens, [TOKENS])[:1]
-    return Row("model", "float32", "logits against float64", *compare(got, want), BOUNDS["model float32"])
+    return Row("model", "float32", case, *compare(got, want), BOUNDS["model float32"])
+
+
+def _check_decode_precision(model: Verifiable) -> Row:
+    return _check_precision(model, 1, "decoded, against float64")
 
 
 def _check_rows(model: Verifiable) -> Row:
@@ -431,6 +447,7 @@ MODEL_CHECKS: dict[str, Callable[[Verifiable], Row]] = {
     "model: decode against prefill": _check_decode,
     "model: any split": _check_splits,
     "model: float32 against float64": _check_precision,
+    "model: float32 decode against float64": _check_decode_precision,
     "model: several rows against one": _check_rows,
     "model: save and load": _check_saving,
 }

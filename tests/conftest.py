@@ -1,6 +1,7 @@
 """Fixtures that every test may use: models, opened once a worker."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 import deltafin
+from deltafin import ops
 
 DATA = Path(__file__).parent / "data"
 
@@ -16,6 +18,25 @@ hypothesis.settings.register_profile("search", deadline=None, max_examples=300)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 torch.set_num_threads(1)  # tests run in several processes
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compile the kernels before several workers start: each would do all of it."""
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        from deltafin.cpu_kernels import warm
+
+        warm.compile_all()
+
+
+@pytest.fixture
+def unpinned() -> Iterator[None]:
+    """Let a test use several threads: afterwards there is one again, and it may run on any core."""
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+    yield
+    ops.ready("numba", 1, [])
+    torch.set_num_threads(1)
+    if cores:
+        os.sched_setaffinity(0, cores)
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import deltafin
-from deltafin import DeltafinError, Sampler, Session, api
+from deltafin import DeltafinError, Sampler, Session, api, machine, ops
 from deltafin.api import _until
 from deltafin.errors import ChatError, NumericsError, TokenizerError, UsageError
 from deltafin.verify import BOUNDS, compare
@@ -55,12 +55,26 @@ def test_a_model_runs_in_other_types(linear, name, wide):
     assert 0 < compare((got,), (want,))[1] < bound
 
 
-def test_threads_are_those_asked_for(linear):
-    before = torch.get_num_threads()
-    try:
-        assert deltafin.load(linear.path, threads=2).info()["threads"] == 2
-    finally:
-        torch.set_num_threads(before)
+@pytest.mark.parametrize("backend", ["numba", "reference"])
+def test_threads_are_those_asked_for(linear, backend, unpinned):
+    model = deltafin.load(linear.path, threads=2, backend=backend)
+    assert model.info()["threads"] == (2 if backend == "reference" else min(2, len(machine.cores())))
+    assert deltafin.load(linear.path, threads=1, backend=backend).info()["threads"] == 1
+    assert torch.get_num_threads() == 1
+
+
+@pytest.mark.parametrize("backend", ["auto", "numba", "reference"])
+def test_the_backend_is_the_one_asked_for(linear, backend):
+    model = deltafin.load(linear.path, backend=backend)
+    table = model.decoder.blocks[0].ops
+    assert table is (ops.REFERENCE if backend == "reference" else ops.load("numba"))
+    said = model.info()["operations"]
+    if backend == "reference":
+        assert said == "torch reference"
+    else:
+        assert said.startswith(f"numba ({table.form}): linear, ")
+        assert all(row in said for row in ops.overrides(table))
+    assert torch.allclose(model.logits([1, 2, 3]), linear.logits([1, 2, 3]), atol=1e-4)
 
 
 BAD_LOADS = [
@@ -68,6 +82,7 @@ BAD_LOADS = [
     ((DATA / "nano" / "prompts.jsonl",), {}, "no model folder"),
     (("nano",), {"dtype": "float8"}, "dtype 'float8'"),
     (("nano",), {"threads": 0}, "threads 0"),
+    (("nano",), {"backend": "cuda"}, "backend 'cuda'"),
     (("nano",), {"resident": "mxfp4"}, "resident 'mxfp4'"),
     (("nano",), {"experts": "int4"}, "experts 'int4'"),
 ]

@@ -11,8 +11,9 @@ import pytest
 from click.testing import CliRunner
 
 import deltafin
-from deltafin import api, evaluate, verify
+from deltafin import api, evaluate, ops, verify
 from deltafin.cli import commands, main
+from deltafin.cli.text import columns, narrow
 from deltafin.errors import CheckpointError
 from deltafin.reply import Piece
 
@@ -163,27 +164,51 @@ main(["say"])
 
 @pytest.mark.parametrize("command", [["run", "nano", "hi"], ["chat"], ["info", "nano"]])
 def test_loading_options_reach_the_model(model, command):
-    assert invoke(*command, "--dtype", "bfloat16", "--threads", "3", stdin="").exit_code == 0
-    assert (model.asked["model"], model.asked["dtype"], model.asked["threads"]) == ("nano", "bfloat16", 3)
+    options = ("--dtype", "bfloat16", "--threads", "3", "--backend", "reference")
+    assert invoke(*command, *options, stdin="").exit_code == 0
+    asked = ("model", "dtype", "threads", "backend")
+    assert [model.asked[name] for name in asked] == ["nano", "bfloat16", 3, "reference"]
     assert invoke(*command, stdin="").exit_code == 0
-    assert (model.asked["dtype"], model.asked["threads"]) == ("float32", None)
+    assert [model.asked[name] for name in asked] == ["nano", "float32", None, "auto"]
 
 
 @pytest.mark.parametrize("command", [["run", "nano", "hi"], ["chat"], ["info", "nano"]])
-def test_packing_is_asked_for_and_then_shown(model, command):
+def test_packing_is_asked_for(model, command):
     assert invoke(*command, stdin="").exit_code == 0
     assert (model.asked["resident"], model.asked["experts"]) == ("keep", "keep")
-    assert "progress" not in model.asked
     assert invoke(*command, "--resident", "int8", "--experts", "mxfp4", stdin="").exit_code == 0
     assert (model.asked["resident"], model.asked["experts"]) == ("int8", "mxfp4")
-    model.asked.pop("progress")("packing layer 1 of 2")
-    assert invoke(*command, "--experts", "int8", stdin="").exit_code == 0
-    assert (model.asked["resident"], model.asked["experts"], "progress" in model.asked) == ("keep", "int8", True)
 
 
-def test_every_command_that_opens_a_model_can_pack_it():
+def test_every_command_that_opens_a_model_says_how():
+    wanted = {"--dtype", "--threads", "--backend", "--resident", "--experts"}
     for name, command in main.commands.items():
-        assert {"--resident", "--experts"} <= {option for p in command.params for option in p.opts}, name
+        assert wanted <= {option for p in command.params for option in p.opts}, name
+
+
+@pytest.mark.parametrize("lines", [[], ["compiling kernels"], ["compiling kernels", "packing layer 1 of 2"]])
+def test_what_takes_long_is_one_plain_line_where_there_is_no_terminal(model, monkeypatch, lines):
+    def load(name, progress, **options):
+        for line in lines:
+            progress(line)
+        return model
+
+    monkeypatch.setattr(deltafin, "load", load)
+    result = invoke("run", "hi")
+    assert (result.stdout, result.stderr) == ("An answer\n", "".join(f"{line}\n" for line in lines[:1]))
+
+
+def test_what_takes_long_is_a_bar_on_a_terminal(monkeypatch, capsys):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with commands.waiting() as tell:
+        assert capsys.readouterr() == ("", "")
+        tell("compiling kernels")
+        tell("packing layer 1 of 2")
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "packing layer 1 of 2" in err
+    assert "compiling kernels\n" not in err
 
 
 def test_what_was_packed_is_said(linear):
@@ -221,6 +246,7 @@ def test_stats_go_to_stderr(model, command):
     [
         ["--dtype", "int3"],
         ["--threads", "0"],
+        ["--backend", "cuda"],
         ["--resident", "mxfp4"],
         ["--experts", "int4"],
         ["--temperature", "-1"],
@@ -369,7 +395,8 @@ def test_eval_refuses_what_it_cannot_predict(nano, tmp_path, content):
 
 @pytest.mark.parametrize("broken", [False, True])
 def test_verify_prints_a_table_and_fails_when_a_bound_is_broken(model, monkeypatch, broken):
-    given = []
+    given, prepared = [], []
+    monkeypatch.setattr(ops, "ready", lambda *arguments: prepared.append(arguments[:2]))
 
     def run(loaded, progress):
         given.append(loaded)
@@ -391,7 +418,27 @@ def test_verify_prints_a_table_and_fails_when_a_bound_is_broken(model, monkeypat
     assert ("1 of 2 bounds are broken" in result.stderr) == broken
     invoke("verify", "toy", "--dtype", "float64")
     assert given == [None, model]
+    assert prepared == [("numba", 1)]
     assert model.asked["dtype"] == "float64"
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 200])
+def test_the_table_of_verify_fits_its_terminal(width):
+    names = {(op, name) for op, name, _ in verify.implementations()}
+    cases = ["one", "a case with a name that is much longer than any terminal is wide, or nearly so"]
+    header = ("operation", "implementation", "worst case", "absolute", "relative", "bound", "")
+    rows = [header, *((*pair, case, "1.0e-07", "1.0e-07", "1.0e-05", "BROKEN") for pair in names for case in cases)]
+    fitted = narrow(rows, width, drop=3, cut=2)
+    lines = columns(fitted).splitlines()
+    assert len(lines) == len(rows)
+    assert all(len(line) <= width for line in lines)
+    if width == 200:
+        assert fitted == rows
+    else:
+        assert [row[-3:] for row in fitted] == [row[-3:] for row in rows]
+        assert all(row[2] == "one" or row[2].endswith("…") for row in fitted[1:])
+    if width == 80:
+        assert max(len(row[2]) for row in fitted) > 20  # a case can still be told
 
 
 def test_progress_is_a_bar_on_a_terminal_alone(monkeypatch, capsys):

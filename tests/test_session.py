@@ -657,7 +657,7 @@ def test_any_name_will_do_for_a_file(small, tmp_path, name):
 ELSEWHERE = """
 import sys
 import deltafin
-model = deltafin.load(sys.argv[1], threads=1)
+model = deltafin.load(sys.argv[1], threads=1, backend="reference")
 talk = model.session("Sei höflich, 小狐狸 🦊")
 assert talk.say("Grüße aus Zürich", max_tokens=2) is not None
 talk.save(sys.argv[2])

@@ -30,7 +30,8 @@ VOCABULARY = Path(__file__).resolve().parents[1] / "deltafin" / "nano"
 NATURAL_KINDS = ("book", "story_qa", "barista")  # kinds in heldout.txt
 
 # Row length; share of tokens by source; weights of synthetic tasks against the generator's own; sizes in characters
-# for the two search tasks (its own if absent); whether user turns are roughened; how often strongly (``roughen``).
+# for the two search tasks (its own if absent); whether user turns are roughened; how often strongly (``roughen``);
+# how often a chat about who is where goes on to ask about all the others (``ask_all``).
 STAGES = {
     "short": {
         "length": 1024,
@@ -58,20 +59,23 @@ STAGES = {
     # After all others, for what was weakest: who is where, lists of words, and openings as people type them.
     "polish": {
         "length": 8192,
-        "share": {"synthetic": 0.88, "books": 0.09, "fairytales": 0.01, "talk": 0.02},
-        "tasks": {"story_text": 0, "define": 0.5, "world": 1.5, "school": 1.5, "maths": 2, "ops": 3.5, "track": 16}
+        "share": {"synthetic": 0.87, "copy": 0.02, "books": 0.08, "fairytales": 0.01, "talk": 0.02},
+        "tasks": {"story_text": 0, "define": 0.5, "world": 1.5, "school": 1.5, "maths": 2, "ops": 3.5, "track": 20}
         | {"talk": 2, "list": 3, "storyqa": 1.5, "needle": 2, "passkey": 2, "tool": 2, "fallback": 3},
         "sizes": [500, 1500, 3000, 6000, 10000, 14000, 20000, 26000],
         "noise": True,
         "rough": 0.35,
+        "ask_all": 0.8,
     },
     # The first stage without the copying of random words, for comparison.
     "nocopy": {"length": 1024, "share": {"synthetic": 0.84, "books": 0.11, "fairytales": 0.04, "talk": 0.01}},
 }
 
 
-# Tasks whose user turns may be strongly roughened, and whether words may be misspelt: not where they are the matter.
-ROUGH = {"talk": True, "school": True, "fallback": True, "story": False, "world": False, "ops": False, "maths": False}
+# Tasks whose user turns may be strongly roughened, and which words may be misspelt: not those that are the matter.
+ANY, NONE = re.compile("[a-z]{4,}"), re.compile("(?!)")
+ROUGH = {"talk": ANY, "school": ANY, "fallback": ANY, "world": NONE, "ops": NONE, "maths": NONE}
+ROUGH["story"] = re.compile("story|tell|about|short|please|write|make|something|could|would|with")
 CLIPPED = {"you": "u", "are": "r", "your": "ur", "please": "pls", "thanks": "thx", "okay": "k", "hello": "helo"}
 CLIPPED |= {"what is": "whats", "who is": "whos", "i am": "im", "do not": "dont", "tell me": "tel me", "and": "n"}
 
@@ -82,20 +86,43 @@ def misspell(word: str, rng: random.Random) -> str:
     return word[:i] + rng.choice([word[i + 1 :], word[i] + word[i:], word[i + 1] + word[i] + word[i + 2 :]])
 
 
-def roughen(text: str, rng: random.Random, misspelt: bool = True) -> str:
-    """A short user turn as typed in haste: no capitals, no full stop, words clipped or misspelt."""
+def roughen(text: str, rng: random.Random, misspelt: re.Pattern = ANY) -> str:
+    """A short user turn as typed in haste: no capitals, no full stop, no commas, words clipped or misspelt."""
     text = text.lower() if rng.random() < 0.8 else text
     text = text.rstrip(".?!") if rng.random() < 0.7 else text
-    if not misspelt:
+    text = text.replace(", ", " ") if rng.random() < 0.3 else text
+    if misspelt is NONE:
         return text or "?"
     for whole, clipped in CLIPPED.items():
         if rng.random() < 0.4:
             text = re.sub(rf"\b{whole}\b", clipped, text)
     words = text.split(" ")
-    plain = [i for i, w in enumerate(words) if len(w) > 3 and w.isalpha() and w.islower()]
+    plain = [i for i, w in enumerate(words) if misspelt.fullmatch(w)]
     for i in rng.sample(plain, min(len(plain), rng.choice([0, 0, 1, 1, 2]))):
         words[i] = misspell(words[i], rng)
     return " ".join(words) or "?"
+
+
+def ask_all(messages: list[dict], rng: random.Random) -> list[dict]:
+    """A chat about who is where and who has what that goes on to ask about everyone and everything else in it."""
+    text, asked = re.fullmatch(r"(.*\.) ((?:Where is|Who has) .*\?)", messages[-2]["content"]).groups()
+    lines, at, has = re.split(r"(?<=\.) ", text), {}, {}
+    for line in lines:
+        who, what, whom = re.fullmatch(r"(\w+) .* the (\w+)(?: to (\w+))?\.", line).groups()
+        if " to the " in line:
+            at[who] = what
+        else:
+            has[what] = whom or who
+    answers = [(f"Where is {x}?", x, at[x], f"{x} is at the {at[x]}.") for x in at]
+    answers += [(f"Who has the {x}?", x, has[x], f"{has[x]} has the {x}.") for x in has]
+    more = []
+    for question, x, found, answer in rng.sample(answers, len(answers)):
+        reply = {"role": "assistant", "content": answer}
+        if "reasoning" in messages[-1]:
+            reply["reasoning"] = " ".join(line for line in lines if x in line) + f" So the answer is {found}."
+        if question != asked:
+            more += [{"role": "user", "content": question}, reply]
+    return [*messages, *more]
 
 
 class Encoder:
@@ -204,6 +231,8 @@ class Source:
                 document = self.generator.make(task, rng, self.glosses, self.fill)
             if task == "track" and self.thinking != any("reasoning" in m for m in document["messages"]):
                 continue
+            if task == "track" and rng.random() < self.stage.get("ask_all", 0):
+                document["messages"] = ask_all(document["messages"], rng)
             if self.stage.get("noise"):
                 document = self.generator.noisy(document, rng)
             if document["kind"] == "chat" and task in ROUGH and rng.random() < self.stage.get("rough", 0):

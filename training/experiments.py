@@ -170,9 +170,9 @@ def usable_pieces(rows: np.ndarray, a: argparse.Namespace) -> dict:
 
 
 def gradient_check(rows: np.ndarray, a: argparse.Namespace) -> list[dict]:
-    """Relative errors for each step towards the fast path, at the start and of the first training's weights."""
+    """Relative errors for each step towards the fast path, at the start and with Nano's weights."""
     found, half = [], torch.bfloat16 if a.device == "cuda" else torch.float32
-    for state in ("start", "first training"):
+    for state in ("start", "trained"):
         torch.manual_seed(1)
         trained = state != "start" and a.config == "{}"
         model = (load_checkpoint(NANO) if trained else K3(Config(**json.loads(a.config)))).to(a.device)

@@ -1,6 +1,7 @@
 """Tests of the trainer: ``python -m pytest training``; those of the fast path need a GPU."""
 # ruff: noqa: D103
 
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -146,6 +147,7 @@ def test_a_piece_that_drops_gradients_is_noticed():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("default")  # torch's compiler warns of torch's own deprecations
 def test_the_fast_path_has_the_gradients_of_the_plain_one():
     """Compiled, bfloat16, flash attention, kernels: against float64 under a mask, by group of parameters."""
     torch.manual_seed(0)
@@ -261,6 +263,28 @@ def test_only_what_the_assistant_says_is_marked(encoder):
     assert marked.count(close) == 2
     assert marked.endswith("think<|sep|><|open|>response<|sep|>It is 2.<|close|>response<|sep|>" + close)
     assert "Add." not in marked
+
+
+def test_the_questions_that_follow_are_answered_from_the_text():
+    text = "Ada went to the mill. Ada picked up the key. Leo ran to the lake. Ada gave the key to Leo."
+    for extra in ({}, {"reasoning": "Leo."}):
+        asked = {"role": "user", "content": f"{text} Where is Leo?"}
+        messages = [asked, {"role": "assistant", "content": "Leo is at the lake."} | extra]
+        chat = data.ask_all(messages, random.Random(0))
+        assert chat[:2] == messages
+        said = {question["content"]: reply for question, reply in zip(chat[2::2], chat[3::2], strict=True)}
+        replies = {question: reply["content"] for question, reply in said.items()}
+        assert replies == {"Where is Ada?": "Ada is at the mill.", "Who has the key?": "Leo has the key."}
+        reasoning = "Ada picked up the key. Ada gave the key to Leo. So the answer is Leo." if extra else None
+        assert said["Who has the key?"].get("reasoning") == reasoning
+
+
+def test_a_turn_typed_in_haste_keeps_what_it_is_about():
+    rng = random.Random(0)
+    for text, kept in (("Tell me a story about a fox.", "fox"), ("Spell cat.", "spell cat")):
+        misspelt = data.ROUGH["story" if "story" in text else "ops"]
+        assert all(kept in data.roughen(text, rng, misspelt).lower() for _ in range(200))
+    assert len({data.roughen("Who are you?", rng) for _ in range(200)}) > 8
 
 
 def test_packing_loses_nothing_and_fills_rows():

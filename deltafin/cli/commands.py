@@ -4,8 +4,9 @@ import contextlib
 import functools
 import json
 import os
+import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from deltafin.cli.options import LOADING, NANO, SAMPLING, TALKING, sampling, shared
-from deltafin.cli.text import columns, plain, report
+from deltafin.cli.text import columns, narrow, plain, report
 from deltafin.errors import UsageError
 
 if TYPE_CHECKING:
@@ -21,14 +22,12 @@ if TYPE_CHECKING:
 
 
 def load(model: str, options: dict[str, Any]) -> "Model":
-    """Load a model as the loading options ask; packing takes long enough to be shown."""
+    """Load a model as the loading options ask; what takes long is shown."""
     import deltafin
 
-    chosen = {name: options[name] for name in ("dtype", "threads", "resident", "experts")}
-    if options["resident"] == options["experts"] == "keep":
-        return deltafin.load(model, **chosen)
-    with progress("packing") as update:
-        return deltafin.load(model, **chosen, progress=lambda what: update(description=what))
+    chosen = {name: options[name] for name in ("dtype", "threads", "backend", "resident", "experts")}
+    with waiting() as tell:
+        return deltafin.load(model, **chosen, progress=tell)
 
 
 @click.command()
@@ -163,9 +162,13 @@ def verify(context: click.Context, model: str | None, **options: Any) -> None:
     Given MODEL, also its decoding against its prefill, splits of a prompt, and saved states. Exit code 1 says
     that a bound is broken.
     """
+    from deltafin import machine, ops
     from deltafin.verify import run as verify_all
 
     loaded = load(model, options) if model else None
+    if loaded is None:
+        with waiting() as tell:
+            ops.ready("numba", options["threads"] or 1, machine.cores(), tell)
     with progress("verifying") as update:
         rows = verify_all(loaded, progress=lambda what: update(description=what))
     header = ("operation", "implementation", "worst case", "absolute", "relative", "bound", "")
@@ -177,7 +180,10 @@ def verify(context: click.Context, model: str | None, **options: Any) -> None:
         )
         for row in rows
     ]
-    click.echo(columns([header, *cells], right=(3, 4, 5)))
+    table: Sequence[Sequence[str]] = [header, *cells]
+    if sys.stdout.isatty():
+        table = narrow(table, shutil.get_terminal_size().columns, drop=3, cut=2)
+    click.echo(columns(table, right=range(3, len(table[0]) - 1)))
     if broken := sum(not row.ok for row in rows):
         click.echo(f"{broken} of {len(rows)} bounds are broken", err=True)
         context.exit(1)
@@ -278,6 +284,28 @@ def bench(model: str, contexts: list[int] | None, kernels: bool, as_json: bool, 
         click.echo(as_csv(rows))
     else:
         click.echo(kernel_table(report) if kernels else speed_table(report))
+
+
+@contextlib.contextmanager
+def waiting() -> Iterator[Callable[[str], None]]:
+    """Yield what says on stderr why it takes long: a bar on a terminal, else the first of its lines.
+
+    Nothing is shown, or imported for it, before there is something to say.
+    """
+    with contextlib.ExitStack() as stack:
+        update: Callable[..., None] | None = None
+
+        def tell(what: str) -> None:
+            nonlocal update
+            if update is None:
+                from rich.console import Console
+
+                update = stack.enter_context(progress(what))
+                if not Console(stderr=True).is_terminal:
+                    click.echo(what, err=True)
+            update(description=what)
+
+        yield tell
 
 
 @contextlib.contextmanager

@@ -22,6 +22,13 @@ LOADING = [
         help="Processor threads; by default one for a small model, else all cores.",
     ),
     click.option(
+        "--backend",
+        type=click.Choice(["auto", "numba", "reference"]),
+        default="auto",
+        show_default=True,
+        help="Kernels to run on: numba, also what auto means so far, or plain torch.",
+    ),
+    click.option(
         "--resident",
         type=click.Choice(["keep", "int8"]),
         default="keep",

@@ -30,6 +30,23 @@ def columns(rows: Iterable[Sequence[object]], right: Iterable[int] = ()) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
+def narrow(rows: Sequence[Sequence[str]], width: int, drop: int, cut: int) -> Sequence[Sequence[str]]:
+    """Make the lines that ``columns`` gives fit ``width``: leave out column ``drop``, and shorten cells of ``cut``.
+
+    ``cut`` stands before ``drop``. Rows that fit stay as they are.
+    """
+
+    def excess() -> int:
+        return sum(max(map(len, column)) + 2 for column in zip(*rows, strict=True)) - 2 - width
+
+    if excess() > 0:
+        rows = [(*row[:drop], *row[drop + 1 :]) for row in rows]
+        room = max(1, max(len(row[cut]) for row in rows) - max(0, excess()))
+        cells = (row[cut] if len(row[cut]) <= room else f"{row[cut][: room - 1]}…" for row in rows)
+        rows = [(*row[:cut], cell, *row[cut + 1 :]) for row, cell in zip(rows, cells, strict=True)]
+    return rows
+
+
 def report(stats: "Stats") -> str:
     """Return one line about an answer: its tokens and speed, the prompt's tokens and how many were known."""
     seconds = stats.prompt_seconds + stats.generate_seconds

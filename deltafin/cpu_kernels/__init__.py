@@ -13,6 +13,7 @@ from deltafin.cpu_kernels.experts import experts, gated
 from deltafin.cpu_kernels.layers import WHOLE
 from deltafin.cpu_kernels.linear import linear, linears
 from deltafin.cpu_kernels.small import mix_depth, rms_norm, route
+from deltafin.cpu_kernels.vector import FORM
 from deltafin.ops import REFERENCE
 
 OPS = replace(
@@ -29,6 +30,8 @@ OPS = replace(
     mix_depth=mix_depth,
     together=True,
     whole=WHOLE,
+    form=FORM,
+    threads=threads.threads,
 )
 
 
@@ -38,6 +41,6 @@ def prepare(count: int, cores: list[int], progress: Callable[[str], None] | None
 
     if warm.missing():
         if progress:
-            progress("compiling kernels for this CPU (once, up to a minute)")
+            progress("compiling kernels for this CPU (once, a minute or two)")
         warm.compile_all()
     threads.use(count, cores)

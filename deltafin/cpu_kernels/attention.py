@@ -12,7 +12,10 @@ from torch import Tensor
 
 from deltafin.cpu_kernels import vector as v
 from deltafin.cpu_kernels.compiling import kernel
-from deltafin.cpu_kernels.linear import (
+from deltafin.cpu_kernels.linear import block, prepare
+from deltafin.cpu_kernels.many import attend, up_of
+from deltafin.cpu_kernels.mathematics import exp
+from deltafin.cpu_kernels.stored import (
     ADDRESS,
     BF16,
     F32,
@@ -21,17 +24,15 @@ from deltafin.cpu_kernels.linear import (
     KIND,
     SCALES,
     STRIDE,
+    Stored,
     as_array,
     as_tensor,
     described,
-    dot,
-    prepare,
     table_of,
 )
-from deltafin.cpu_kernels.mathematics import exp
 from deltafin.cpu_kernels.threads import threads
 from deltafin.ops import FEW, reference
-from deltafin.quant import MXFP4, Int8
+from deltafin.quant import MXFP4
 
 CHUNK = 64
 """Positions whose scores are made at a time: their latents fit the second-level cache."""
@@ -199,10 +200,12 @@ def _finish(h, up, plain, value, lengths, largest, mass, acc, prepared, out):
                     y[i] += share * other[i]
         if up[KIND] == INT8:
             prepare(True, False, y, prepared[h])
+        for i in range(0, value, v.BLOCK):
+            first, count = h * (plain + value) + plain + i, min(v.BLOCK, value - i)
+            place = out.ctypes.data + 4 * ((n * out.shape[1] + h) * value + i)
+            block(up, first, count, y.ctypes.data, prepared[h].ctypes.data, rank, place)
         for i in range(value):
-            row = h * (plain + value) + plain + i
-            w, s = up[ADDRESS] + row * up[STRIDE], up[SCALES] + 4 * row
-            out[n, h, i] = dot(up[KIND], w, s, y.ctypes.data, prepared[h].ctypes.data, rank) / mass[n, 0, h]
+            out[n, h, i] /= mass[n, 0, h]
 
 
 @kernel(parallel=True)
@@ -221,20 +224,15 @@ def few_queries(up, plain, value, q, cache, lengths, tokens, absorbed, largest, 
                     _finish(h, up, plain, value, lengths, largest, mass, acc, prepared, out)
 
 
-def attention(
-    q_BTHC: Tensor, latent_BSR: Tensor, shared_BSJ: Tensor, up: Tensor | MXFP4 | Int8, value_dim: int
-) -> Tensor:
+def attention(q_BTHC: Tensor, latent_BSR: Tensor, shared_BSJ: Tensor, up: Stored, value_dim: int) -> Tensor:
     """See ``reference.attention``."""
     batch, tokens, heads, channels = q_BTHC.shape
-    dense = latent_BSR.dtype in (torch.float32, torch.bfloat16) and latent_BSR.stride(2) == shared_BSJ.stride(2) == 1
-    if (
-        tokens > FEW
-        or isinstance(up, MXFP4)
-        or not dense
-        or (row := described(up)) is None
-        or q_BTHC.dtype == torch.float64
-    ):
+    if q_BTHC.dtype == torch.float64:
         return reference.attention(q_BTHC, latent_BSR, shared_BSJ, up, value_dim)
+    known = latent_BSR.dtype in (torch.float32, torch.bfloat16) and latent_BSR.stride(2) == shared_BSJ.stride(2) == 1
+    row = None if isinstance(up, MXFP4) else described(up)
+    if tokens > FEW or row is None or not known:
+        return attend(q_BTHC.float(), latent_BSR, shared_BSJ, up_of(up, heads), value_dim).to(q_BTHC.dtype)
     size, rank, common = latent_BSR.element_size(), latent_BSR.shape[2], shared_BSJ.shape[2]
     cache = (
         F32 if size == 4 else BF16,

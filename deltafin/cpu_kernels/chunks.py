@@ -25,12 +25,12 @@ from deltafin.cpu_kernels.mathematics import exp, sigmoid, softplus, sum_of_prod
 CHUNK, BLOCK = 64, 16
 """Tokens of a chunk, and of a block of it."""
 
-X, WEIGHTS, TAILS, S, OUT, CONSTANTS, TENSORS = 0, 6, 12, 15, 16, 17, 18
-"""Places in a sequence's table: inputs [T, C], weights and tails [.., C] in the order of ``ops``, S [H V, K], out
+X, WEIGHTS, TAILS, STATES, OUT, CONSTANTS, TENSORS = 0, 6, 12, 15, 16, 17, 18
+"""Places in a sequence's table: inputs [T, C], weights (taps [W, C]), tails [W - 1, C], states [H V, K], output
 [T, H V], floor and epsilon [1, 2]."""
 
-SIZES = 6
-"""What precedes the tables: sequences, key heads, value heads of each, K, V, W."""
+SIZES = 5
+"""What precedes the tables: sequences, key heads, value heads of each, K, V."""
 
 (
     DECAYS,  # e^g: [tokens, K]
@@ -44,7 +44,7 @@ SIZES = 6
     P,  # -beta P: [tokens, tokens]
     A,
     U,  # [tokens, V]
-    O,
+    RESULT,  # [tokens, V]
     ROWS,  # single rows, see below
     Q,  # queries and keys, normalised, the query scaled: [tokens, K]
     KEYS,
@@ -52,8 +52,8 @@ SIZES = 6
 ) = range(16)
 """A thread's buffers; each is large enough for any of them, and 0 beyond its own columns."""
 
-BLOCK_SUM, CHUNK_SUM, LATE, BEFORE, PAIR, TAPS = range(6)
-"""Log-decays of the block and of the chunk; the decays since they began; two dot products; W rows of taps."""
+BLOCK_SUM, CHUNK_SUM, LATE, BEFORE, PAIR = range(5)
+"""Log-decays of the block and of the chunk; the decays since they began; two dot products."""
 
 
 @kernel()
@@ -73,23 +73,19 @@ def _multiply(p, rows, count, y, m, columns):
 
 
 @kernel()
-def _convolve(table, which, first, channels, start, tokens, taps, out):
+def _convolve(table, which, first, channels, start, tokens, out):
     """Convolve ``channels`` from ``first`` on of some tokens, and apply SiLU."""
     x, weights, tail = _tensor(table, X + which), _tensor(table, WEIGHTS + which), _tensor(table, TAILS + which)
     before = len(tail)
-    for j in range(before + 1):
-        own = taps[j]
-        for c in range(channels):
-            own[c] = weights[first + c, j]
     for t in range(tokens):
         y = out[t]
         for c in range(channels):
             y[c] = 0
         for j in range(before + 1):
             at = start + t - before + j
-            source, own = (x[at] if at >= 0 else tail[at + before])[first:], taps[j]
+            source, taps = (x[at] if at >= 0 else tail[at + before])[first:], weights[j, first:]
             for c in range(channels):
-                y[c] += source[c] * own[c]
+                y[c] += source[c] * taps[c]
         for c in range(channels):
             y[c] = y[c] * sigmoid(y[c])
 
@@ -115,7 +111,7 @@ def normalise(x, scale):
 
 
 @kernel()
-def log_decays(z, bias, speed, floor, g):
+def log_decays(z, speed, bias, floor, g):
     """Log-decays of one token, from where ``z`` and ``bias`` begin."""
     if floor < 0:
         for i in range(len(g)):
@@ -139,7 +135,7 @@ def _rows(table, h, key, floor, start, at, tokens, room):
     block[:] = 0
     for i in range(at, at + tokens):
         q, k, g, faded, written = room[Q, i], room[KEYS, i], room[DECAYS, i], room[FADED, i - at], room[WRITTEN, i]
-        log_decays(z[start + i, first:], bias[first:], speed, floor, g[: 1 if whole else key])
+        log_decays(z[start + i, first:], speed, bias[first:], floor, g[: 1 if whole else key])
         if whole:
             g[:key] = g[0]
         b = -sigmoid(beta[start + i, h])
@@ -193,7 +189,7 @@ def _products(at, tokens, key, room):
 @kernel()
 def _chunk(tokens, key, columns, room, S):
     """Solve for U, which holds beta V; make the output and the next state S [K, V]."""
-    u, o = room[U], room[O]
+    u, o = room[U], room[RESULT]
     _multiply(room[WRITTEN_ALL], S, key, u, tokens, columns)
     _multiply(room[Q_ALL], S, key, o, tokens, columns)
     for i in range(0, tokens, 4):
@@ -226,7 +222,7 @@ def _value_head(table, h, key, value, start, tokens, room, values, S):
         _products(at, n, key, room)
     beta, gate, out = _tensor(table, X + 4), _tensor(table, X + 5), _tensor(table, OUT)
     for i in range(tokens):
-        u, o, x, b = room[U, i], room[O, i], values[i], sigmoid(beta[start + i, h])
+        u, o, x, b = room[U, i], room[RESULT, i], values[i], sigmoid(beta[start + i, h])
         for c in range(value):
             u[c] = x[c] * b
         for c in range(value):
@@ -234,7 +230,7 @@ def _value_head(table, h, key, value, start, tokens, room, values, S):
     _chunk(tokens, key, (value + 15) // 16 * 16, room, S)
     norm = _tensor(table, WEIGHTS + 5)[0]
     for i in range(tokens):
-        o, z, y = room[O, i, :value], gate[start + i, h * value :], out[start + i, h * value :]
+        o, z, y = room[RESULT, i, :value], gate[start + i, h * value :], out[start + i, h * value :]
         s = np.float32(1) / np.sqrt(sum_of_products(o, o) / np.float32(value) + eps)
         for c in range(value):
             o[c] = o[c] * s * norm[c]
@@ -245,7 +241,7 @@ def _value_head(table, h, key, value, start, tokens, room, values, S):
 @kernel()
 def _head(table, g, groups, key, value, room):
     """All tokens of key head g, with its value heads; their states are kept transposed meanwhile."""
-    states, tokens, state = _tensor(table, S), len(_tensor(table, OUT)), VALUES + groups
+    states, tokens, state = _tensor(table, STATES), len(_tensor(table, OUT)), VALUES + groups
     for i in range(groups * value):
         row, h, c = states[g * groups * value + i], i // value, i % value
         for d in range(key):
@@ -256,10 +252,11 @@ def _head(table, g, groups, key, value, room):
             which, first, channels = part, g * key, key
             if part >= 2:
                 which, first, channels = 2, (g * groups + part - 2) * value, value
-            _convolve(table, which, first, channels, start, n, room[ROWS, TAPS:], room[Q + part])
+            _convolve(table, which, first, channels, start, n, room[Q + part])
             if part < 2:
+                scale = np.float32(1) if part else np.float32(1) / np.sqrt(np.float32(key))
                 for i in range(n):
-                    normalise(room[Q + part, i, :key], np.float32(key) ** np.float32(0.5 * part - 0.5))
+                    normalise(room[Q + part, i, :key], scale)
         for h in range(groups):
             _value_head(table, g * groups + h, key, value, start, n, room, room[VALUES + h], room[state + h])
     for i in range(groups * value):
@@ -273,12 +270,12 @@ def _head(table, g, groups, key, value, room):
 
 def _share(plan, t, nt):
     """Thread t's share of the key heads of all sequences."""
-    sequences, heads, groups, key, value, width = carray(v.pointer(plan), (SIZES,), np.int64)
+    sequences, heads, groups, key, value = carray(v.pointer(plan), (SIZES,), np.int64)
     tables = carray(v.pointer(plan + 8 * SIZES), (sequences, TENSORS, 3), np.int64)
     work = sequences * heads
     # An odd number of cache lines: the rows of a column of a product do not compete for the same places of a cache.
     columns = (max(key, value, CHUNK) + 31) // 32 * 32 + 16
-    room = np.zeros((VALUES + 2 * groups, max(CHUNK, TAPS + width, (key + 3) // 4 * 4), columns), np.float32)
+    room = np.zeros((VALUES + 2 * groups, max(CHUNK, (key + 3) // 4 * 4), columns), np.float32)
     for i in range(work * t // nt, work * (t + 1) // nt):
         _head(tables[i // heads], i % heads, groups, key, value, room)
 
@@ -300,7 +297,7 @@ def _spread(function, plan, nt):
 def many_tokens(groups, inputs, weights, tails, S, floor, eps, out, nt):
     """As ``delta.few_tokens``."""
     constants = np.array([[floor, eps]], np.float32)
-    plan = [len(S), S.shape[1] // groups, groups, S.shape[3], S.shape[2], weights[0].shape[1]]
+    plan = [len(S), S.shape[1] // groups, groups, S.shape[3], S.shape[2]]
     for b in range(len(S)):
         own = *(x[b] for x in inputs), *weights, *(x[b] for x in tails), S[b], out[b], constants
         for x in own:

@@ -12,8 +12,8 @@ from torch import Tensor
 from deltafin.cpu_kernels import vector as v
 from deltafin.cpu_kernels.chunks import log_decays, many_tokens, normalise
 from deltafin.cpu_kernels.compiling import kernel
-from deltafin.cpu_kernels.linear import as_array
 from deltafin.cpu_kernels.mathematics import exp, sigmoid, sum_of_products
+from deltafin.cpu_kernels.stored import as_array
 from deltafin.cpu_kernels.threads import threads
 from deltafin.ops import FEW, DeltaState, DeltaWeights, reference
 
@@ -22,38 +22,54 @@ PARALLEL = 128 << 10
 
 
 @kernel()
-def _convolve(x, weights, tail, first, out):
-    """Convolve channels ``first`` on of one token with what came before, apply SiLU, and move the tail on."""
-    before = len(tail)
-    for c in range(len(out)):
-        out[c] = x[first + c] * weights[first + c, before]
+def _convolve(x, taps, tail, out):
+    """Convolve some channels of one token with what came before, apply SiLU, and move the tail on.
+
+    ``taps`` [W, channels], ``tail`` [W - 1, channels]: views of these channels.
+    """
+    before, channels = len(tail), len(out)
+    for c in range(channels):
+        out[c] = x[c] * taps[before, c]
     for j in range(before):
-        for c in range(len(out)):
-            out[c] += tail[j, first + c] * weights[first + c, j]
-    for c in range(len(out)):
-        out[c] = out[c] * sigmoid(out[c])
-    for j in range(before):
-        source = tail[j + 1] if j + 1 < before else x
-        for c in range(first, first + len(out)):
-            tail[j, c] = source[c]
+        for c in range(channels):
+            out[c] += tail[j, c] * taps[j, c]
+    for c in range(channels):
+        out[c] *= sigmoid(out[c])
+    for j in range(before - 1):
+        for c in range(channels):
+            tail[j, c] = tail[j + 1, c]
+    if before:
+        for c in range(channels):
+            tail[before - 1, c] = x[c]
 
 
 @kernel()
-def _step(S, k, ka, qa, a, values, beta, qk, sums, out):
+def _decays(z, speed, bias, floor, out):
+    """The factors of some channels' decay, ``exp(g)``."""
+    log_decays(z, speed, bias, floor, out)
+    for i in range(len(out)):
+        out[i] = exp(out[i])
+
+
+@kernel()
+def _step(S, k, ka, qa, a, values, beta, qk, out):
     """One head's state advanced by one token: ``S`` [V, K], decayed keys ``ka`` and queries ``qa``."""
     n = len(k)
-    whole = n & ~31
+    rows, width = S.ctypes.data, 4 * n
+    if n % 16 == 0:
+        where = (a.ctypes.data, k.ctypes.data, ka.ctypes.data, qa.ctypes.data)
+        for j in range(len(values)):
+            out[j] = v.delta_row(rows + j * width, where[0], where[1], where[2], where[3], beta, values[j], qk, n)
+        return
     for j in range(len(values)):
-        row = S[j]
-        v.two_dots(row.ctypes.data, ka.ctypes.data, qa.ctypes.data, sums.ctypes.data, whole)
-        p, o = sums[0], sums[1]
-        for i in range(whole, n):
-            p += ka[i] * row[i]
-            o += qa[i] * row[i]
+        p, o = np.float32(0), np.float32(0)
+        for i in range(n):
+            p += ka[i] * S[j, i]
+            o += qa[i] * S[j, i]
         d = beta * (values[j] - p)
         out[j] = o + qk * d
         for i in range(n):
-            row[i] = a[i] * row[i] + k[i] * d
+            S[j, i] = a[i] * S[j, i] + k[i] * d
 
 
 @kernel()
@@ -64,35 +80,34 @@ def _head(b, g, groups, inputs, weights, tails, S, floor, eps, out):
     q_tail, k_tail, v_tail = tails
     key, value = S.shape[3], S.shape[2]
     per_channel = z_in.shape[2] != beta_in.shape[2]
-    q, k, a, ka, qa = (
-        np.empty(key, np.float32),
-        np.empty(key, np.float32),
-        np.empty(key, np.float32),
-        np.empty(key, np.float32),
-        np.empty(key, np.float32),
-    )
-    values, o = np.empty(value, np.float32), np.empty(value, np.float32)
-    sums = np.empty(2, np.float32)
+    room = np.empty((5, key), np.float32)
+    q, k, a, ka, qa = room[0], room[1], room[2], room[3], room[4]
+    values, o, one = np.empty(value, np.float32), np.empty(value, np.float32), np.empty(1, np.float32)
+    keys = slice(g * key, (g + 1) * key)
     for t in range(q_in.shape[1]):
-        _convolve(q_in[b, t], q_conv, q_tail[b], g * key, q)
-        _convolve(k_in[b, t], k_conv, k_tail[b], g * key, k)
+        _convolve(q_in[b, t, keys], q_conv[:, keys], q_tail[b, :, keys], q)
+        _convolve(k_in[b, t, keys], k_conv[:, keys], k_tail[b, :, keys], k)
         normalise(q, np.float32(1) / np.sqrt(np.float32(key)))
         normalise(k, np.float32(1))
         qk = sum_of_products(q, k)
         for h in range(g * groups, (g + 1) * groups):
-            _convolve(v_in[b, t], v_conv, v_tail[b], h * value, values)
-            at = h * key if per_channel else h
-            log_decays(z_in[b, t, at:], decay_bias[at:], np.exp(decay_log[h]), floor, a if per_channel else a[:1])
-            if not per_channel:
-                a[:] = a[0]
+            own = slice(h * value, (h + 1) * value)
+            _convolve(v_in[b, t, own], v_conv[:, own], v_tail[b, :, own], values)
+            speed = np.exp(decay_log[h])
+            if per_channel:
+                channels = slice(h * key, (h + 1) * key)
+                _decays(z_in[b, t, channels], speed, decay_bias[channels], floor, a)
+            else:
+                _decays(z_in[b, t, h : h + 1], speed, decay_bias[h : h + 1], floor, one)
+                a[:] = one[0]
             for i in range(key):
-                a[i] = exp(a[i])
                 ka[i] = k[i] * a[i]
                 qa[i] = q[i] * a[i]
-            _step(S[b, h], k, ka, qa, a, values, sigmoid(beta_in[b, t, h]), qk, sums, o)
+            _step(S[b, h], k, ka, qa, a, values, sigmoid(beta_in[b, t, h]), qk, o)
             s = np.float32(1) / np.sqrt(sum_of_products(o, o) / np.float32(value) + eps)
+            result, gate = out[b, t, own], gate_in[b, t, own]
             for i in range(value):
-                out[b, t, h * value + i] = o[i] * s * norm[i] * sigmoid(gate_in[b, t, h * value + i])
+                result[i] = o[i] * s * norm[i] * sigmoid(gate[i])
 
 
 @kernel(parallel=True)
@@ -127,7 +142,7 @@ def delta_net(
     groups = S.shape[1] * S.shape[3] // q_BTC.shape[2]
     out = np.empty((*q_BTC.shape[:2], S.shape[1] * S.shape[2]), np.float32)
     arguments = (
-        *(groups, inputs, tuple(as_array(x) for x in w), tuple(t.numpy() for t in tails), S),
+        *(groups, inputs, arrays(w), tuple(t.numpy() for t in tails), S),
         *(np.float32(0 if floor is None else floor), np.float32(eps), out),
     )
     tokens = q_BTC.shape[1]
@@ -137,3 +152,16 @@ def delta_net(
         for kept, moved in zip(s[:3], tails, strict=True):
             kept.copy_(moved)
     return torch.from_numpy(out) if dtype == torch.float32 else torch.from_numpy(out).to(dtype)
+
+
+def arrays(w: DeltaWeights) -> tuple[np.ndarray, ...]:
+    """The weights as the kernels take them: convolutions as [W, channels], turned once and kept."""
+    return (*(_taps(conv) for conv in w[:3]), *(as_array(x) for x in w[3:]))
+
+
+def _taps(conv: Tensor) -> np.ndarray:
+    try:
+        return conv._taps  # type: ignore[attr-defined]
+    except AttributeError:
+        conv._taps = taps = as_array(conv.T)  # type: ignore[attr-defined]
+        return taps

@@ -7,36 +7,29 @@ read once. A row's result is the sum over its experts by increasing id, whatever
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import torch
 from numba import prange
 from torch import Tensor
 
 from deltafin.config import Activation, SiLU
 from deltafin.cpu_kernels import mathematics
+from deltafin.cpu_kernels import vector as v
 from deltafin.cpu_kernels.compiling import kernel
-from deltafin.cpu_kernels.linear import (
-    ADDRESS,
-    KIND,
-    PARALLEL,
-    SCALE_STRIDE,
-    SCALES,
+from deltafin.cpu_kernels.linear import PARALLEL, aligned, block, kinds, prepare
+from deltafin.cpu_kernels.many import product, segments
+from deltafin.cpu_kernels.stored import (
     STRIDE,
     Row,
-    aligned,
+    Stored,
     as_array,
     as_tensor,
     described,
-    dot,
     few,
-    kinds,
-    prepare,
     scratch,
     table_of,
 )
 from deltafin.cpu_kernels.threads import threads
 from deltafin.ops import Expert, reference
-from deltafin.quant import MXFP4, Int8
-
-Stored = Tensor | MXFP4 | Int8
 
 
 @kernel()
@@ -45,21 +38,20 @@ def _up(table, start, row, x, prepared, gate, up, t, nt):
     columns, width = x.shape[1], gate.shape[1]
     all_rows = (len(start) - 1) * width
     offset = aligned(prepared)
-    for g in range(all_rows * t // nt, all_rows * (t + 1) // nt):
-        e, r = g // width, g % width
+    at, end = all_rows * t // nt, all_rows * (t + 1) // nt
+    while at < end:
+        e, r = at // width, at % width
+        count = min(v.BLOCK, width - r, end - at)
         for which in range(2):
-            w = table[3 * e + which]
             out = gate if which == 0 else up
             for p in range(start[e], start[e + 1]):
                 n = row[p]
-                out[p, r] = dot(
-                    w[KIND],
-                    w[ADDRESS] + r * w[STRIDE],
-                    w[SCALES] + r * w[SCALE_STRIDE],
-                    x.ctypes.data + 4 * n * columns,
-                    prepared.ctypes.data + offset + n * prepared.shape[1],
-                    columns,
+                block(
+                    *(table[3 * e + which], r, count, x.ctypes.data + 4 * n * columns),
+                    *(prepared.ctypes.data + offset + n * prepared.shape[1], columns),
+                    out.ctypes.data + 4 * (p * width + r),
                 )
+        at += count
 
 
 @kernel()
@@ -82,19 +74,18 @@ def _down(table, start, row, share, h, prepared, y, t, nt):
     """Thread t's share of the outputs: the weighted down products, expert by expert."""
     width, outputs = h.shape[1], y.shape[1]
     first, last, offset = outputs * t // nt, outputs * (t + 1) // nt, aligned(prepared)
+    part = np.empty(v.BLOCK, np.float32)
     y[:, first:last] = 0
     for e in range(len(start) - 1):
-        w = table[3 * e + 2]
-        for r in range(first, last):
+        for r in range(first, last, v.BLOCK):
+            count = min(v.BLOCK, last - r)
             for p in range(start[e], start[e + 1]):
-                y[row[p], r] += share[p] * dot(
-                    w[KIND],
-                    w[ADDRESS] + r * w[STRIDE],
-                    w[SCALES] + r * w[SCALE_STRIDE],
-                    h.ctypes.data + 4 * p * width,
-                    prepared.ctypes.data + offset + p * prepared.shape[1],
-                    width,
+                block(
+                    *(table[3 * e + 2], r, count, h.ctypes.data + 4 * p * width),
+                    *(prepared.ctypes.data + offset + p * prepared.shape[1], width, part.ctypes.data),
                 )
+                for i in range(count):
+                    y[row[p], r + i] += share[p] * part[i]
 
 
 @kernel(parallel=True)
@@ -118,6 +109,29 @@ def few_experts(table, start, row, share, limits, x, x_prepared, h, up, h_prepar
                 _down(table, start, row, share, h, h_prepared, y, t, nt)
 
 
+@kernel(parallel=True)
+def activate_rows(gate, up, limits, nt):
+    """Activate all rows in place of their gate."""
+    nothing = np.empty((1, 0), np.uint8)
+    for t in prange(nt):
+        for p in range(len(gate) * t // nt, len(gate) * (t + 1) // nt):
+            _activate(gate, up, limits, False, False, nothing, p)
+
+
+def _many_rows(x: Tensor, expert: Expert, limits: tuple[np.float32, np.float32]) -> Tensor:
+    """One expert for many rows of float32."""
+    gate, up = product(x, expert.gate), product(x, expert.up)
+    activate_rows(gate.numpy(), up.numpy(), limits, threads())
+    return product(gate, expert.down)
+
+
+def saturation(kind: Activation) -> tuple[np.float32, np.float32]:
+    """Limits of gate and up; zeros for an activation that does not saturate."""
+    if isinstance(kind, SiLU):
+        return np.float32(0), np.float32(0)
+    return np.float32(kind.gate_limit), np.float32(kind.up_limit)
+
+
 def _run(
     x: Tensor,
     xs: np.ndarray,
@@ -128,19 +142,23 @@ def _run(
     width: int,
     activation: Activation,
 ) -> Tensor:
-    limits = (0.0, 0.0) if isinstance(activation, SiLU) else (activation.gate_limit, activation.up_limit)
     h, up = np.empty((2, len(row), width), np.float32)
     y = np.empty((len(xs), about[2].outputs), np.float32)
-    limits = (np.float32(limits[0]), np.float32(limits[1]))
-    few_experts(table_of(about), start, row, share, limits, xs, scratch(xs), h, up, scratch(h), y, threads())
+    few_experts(
+        *(table_of(about), start, row, share, saturation(activation)),
+        *(xs, scratch(xs), h, up, scratch(h), y, threads()),
+    )
     return as_tensor(y, x)
 
 
 def gated(x: Tensor, gate: Stored, up: Stored, down: Stored, kind: Activation) -> Tensor:
     """See ``reference.gated``."""
     xs, about = few(x), [described(w) for w in (gate, up, down)]
-    if xs is None or None in about:
+    if x.dtype == torch.float64:
         return reference.gated(x, gate, up, down, kind)
+    if xs is None or None in about:
+        y = _many_rows(x.float().reshape(-1, x.shape[-1]), Expert(gate, up, down), saturation(kind))
+        return y.to(x.dtype).view(*x.shape[:-1], -1)
     rows = len(xs)
     every = (np.array((0, rows)), np.arange(rows), np.ones(rows, np.float32))
     return _run(x, xs, about, *every, about[0].outputs, kind)  # type: ignore[arg-type, union-attr]
@@ -150,20 +168,37 @@ def experts(
     x_NM: Tensor, ids_NE: Tensor, weight_NE: Tensor, expert: Callable[[int], Expert], activation: Activation
 ) -> Tensor:
     """See ``reference.experts``."""
-    xs, ids, share = few(x_NM), ids_NE.numpy(), as_array(weight_NE)
-    if xs is None:
+    if x_NM.dtype == torch.float64:
         return reference.experts(x_NM, ids_NE, weight_NE, expert, activation)
+    xs, ids, share = few(x_NM), ids_NE.numpy(), as_array(weight_NE)
     if len(ids) == 1:  # increasing by contract
         used, share = ids[0].tolist(), share[0]
         start, row = np.arange(len(used) + 1), np.zeros(len(used), np.int64)
     else:
-        flat = ids.ravel()
-        order = np.argsort(flat, kind="stable")
-        unique, first = np.unique(flat[order], return_index=True)
-        used, start = unique.tolist(), np.append(first, len(flat))
-        row, share = order // ids.shape[1], share.ravel()[order]
+        used, start, pairs = segments(ids)
+        row, share = pairs // ids.shape[1], share.ravel()[pairs]
+    if xs is None:
+        return _many_experts(x_NM, used, start, row, share, expert, activation)
     chosen = [expert(x) for x in used]  # keeps them alive until all is done
     about = [described(w) for e in chosen for w in e]
     if None in about:
-        return reference.experts(x_NM, ids_NE, weight_NE, expert, activation)
+        return _many_experts(x_NM, used, start, row, share, expert, activation)
     return _run(x_NM, xs, about, start, row, share, about[0].outputs, activation)  # type: ignore[arg-type, union-attr]
+
+
+def _many_experts(
+    x: Tensor,
+    used: list[int],
+    start: np.ndarray,
+    row: np.ndarray,
+    share: np.ndarray,
+    expert: Callable[[int], Expert],
+    activation: Activation,
+) -> Tensor:
+    """Expert by expert, all rows that have chosen it at once; an expert is read when its turn comes."""
+    xs, y, limits = x.float(), torch.zeros(len(x), x.shape[1]), saturation(activation)
+    rows, shares = torch.from_numpy(row), torch.from_numpy(share).unsqueeze(1)
+    for i, which in enumerate(used):
+        part = slice(int(start[i]), int(start[i + 1]))
+        y.index_add_(0, rows[part], _many_rows(xs[rows[part]], expert(which), limits).mul_(shares[part]))
+    return y.to(x.dtype)

@@ -12,18 +12,19 @@ import torch
 from torch import Tensor
 
 from deltafin import config
-from deltafin.config import SiTU
 from deltafin.cpu_kernels.attention import attention
 from deltafin.cpu_kernels.compiling import kernel
-from deltafin.cpu_kernels.delta import PARALLEL, few_tokens
-from deltafin.cpu_kernels.experts import few_experts
-from deltafin.cpu_kernels.linear import HEAD, OUTPUTS, as_array, as_tensor, described, few, few_rows, table_of
+from deltafin.cpu_kernels.delta import PARALLEL, arrays, few_tokens
+from deltafin.cpu_kernels.experts import few_experts, saturation
+from deltafin.cpu_kernels.linear import few_rows
 from deltafin.cpu_kernels.mathematics import sigmoid
 from deltafin.cpu_kernels.small import choose, norm_rows
+from deltafin.cpu_kernels.stored import HEAD, OUTPUTS, as_array, as_tensor, described, few, table_of
 from deltafin.cpu_kernels.threads import threads
 
 NONE = np.empty((0, 6), np.int64)
-"""The table of a weight that a layer does not have."""
+"""The table of a weight that a layer does not have; read-only as all tables are, or Numba would compile for both."""
+NONE.flags.writeable = False
 
 
 @kernel()
@@ -102,15 +103,15 @@ def kda(c: config.KDA, w: Any, s: Any, x_BTD: Tensor, norm: Tensor, eps: float, 
     def make():
         tables = _plan(w, w.first, w.decay_up, w.gate_up, w.out)
         sizes = np.array((c.heads * c.key_dim, c.heads * c.value_dim, c.heads, c.decay_rank))
-        arrays = tuple(as_array(t) for t in w.between)
-        return tables and (sizes, *tables, arrays)
+        between = arrays(w.between)
+        return tables and (sizes, *tables, between)
 
     made = _kept(w, make)
     if made is None or s.q_tail.dtype != torch.float32:
         return None
-    sizes, first, decay_up, gate_up, out, arrays = made
+    sizes, first, decay_up, gate_up, out, between = made
     y = _kda(
-        *(few(x_BTD), as_array(norm), np.float32(eps), len(x_BTD), 1, sizes, first, decay_up, gate_up, out, arrays),
+        *(few(x_BTD), as_array(norm), np.float32(eps), len(x_BTD), 1, sizes, first, decay_up, gate_up, out, between),
         *((s.q_tail.numpy(), s.k_tail.numpy(), s.v_tail.numpy()), s.S_BHVK.numpy()),
         *(np.float32(c.decay_floor or 0), threads()),
     )
@@ -186,13 +187,8 @@ def mlp(c: config.MLP, w: Any, x_BTD: Tensor, norm: Tensor, eps: float, ops: Any
     made = _kept(w, lambda: _plan(w, (w.gate, w.up, w.down)))
     if made is None:
         return None
-    y = _mlp(few(x_BTD), as_array(norm), np.float32(eps), made[0], _limits(c.activation), threads())
+    y = _mlp(few(x_BTD), as_array(norm), np.float32(eps), made[0], saturation(c.activation), threads())
     return as_tensor(y, x_BTD)
-
-
-def _limits(kind: config.Activation) -> tuple[np.float32, np.float32]:
-    saturates = isinstance(kind, SiTU)
-    return (np.float32(kind.gate_limit), np.float32(kind.up_limit)) if saturates else (np.float32(0), np.float32(0))
 
 
 @kernel()
@@ -237,7 +233,7 @@ def moe(c: config.MoE, w: Any, x_BTD: Tensor, norm: Tensor, eps: float, ops: Any
         *(latent_down, nt),
     )
     y = w.experts(*(torch.from_numpy(a) for a in (z, ids, weights)), c.activation, ops)
-    return as_tensor(_rest(x, y.numpy(), eps32, latent_norm, latent_up, shared, _limits(c.activation), nt), x_BTD)
+    return as_tensor(_rest(x, y.numpy(), eps32, latent_norm, latent_up, shared, saturation(c.activation), nt), x_BTD)
 
 
 WHOLE = {config.KDA: kda, config.MLA: mla, config.MLP: mlp, config.MoE: moe}

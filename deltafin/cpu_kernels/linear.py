@@ -1,13 +1,12 @@
-"""Products of a few rows with stored weights: ``linear``, ``linears``, ``gated``, ``experts``.
+"""Products of a few rows with stored weights: ``linear``, ``linears``.
 
 Decoding reads every weight once and does little else, so the kernels do too: a row of weights is met by all rows of
 the input while it is in the first-level cache, and rows are shared out evenly over the threads, one parallel region
 for as many weights as share an input. A row's dot product has one order of summation, whatever the number of rows
-and threads. Many rows are a matrix product, which torch does.
+and threads. Many rows are a matrix product: ``many``.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,28 +15,35 @@ from torch import Tensor
 
 from deltafin.cpu_kernels import vector as v
 from deltafin.cpu_kernels.compiling import kernel
+from deltafin.cpu_kernels.many import many_rows
+from deltafin.cpu_kernels.stored import (
+    ADDRESS,
+    BF16,
+    F32,
+    HEAD,
+    INT8,
+    KIND,
+    MX,
+    OUTPUTS,
+    SCALE_STRIDE,
+    SCALES,
+    STRIDE,
+    Row,
+    Stored,
+    as_tensor,
+    described,
+    few,
+    scratch,
+    table_of,
+)
 from deltafin.cpu_kernels.threads import threads
 from deltafin.ops import reference
-from deltafin.quant import MXFP4, Int8
-
-ROWS = 16
-"""Up to this many rows are done by the kernels here: ``FEW`` tokens of a batch of two, and more than pays for."""
-
-WIDEST = 32768
-"""Columns up to which the exact integer sums of int8 weights cannot overflow."""
 
 PARALLEL = 64 << 10
 """Bytes of weights below which waking a second thread costs more than it saves."""
 
-F32, BF16, INT8, MX = range(4)
-KIND, ADDRESS, STRIDE, SCALES, SCALE_STRIDE, OUTPUTS = range(6)
-"""Columns of a table of weights."""
-
 LIMIT = 8_355_000
 """Somewhat below 8,355,711, the largest number that three signed digits of 8 bits can write."""
-
-HEAD = 64
-"""Bytes in front of a prepared row; its unit stands there."""
 
 BYTES, PORTABLE = v.BYTES or 16, not v.BYTES
 
@@ -124,8 +130,10 @@ def digit(digits, i, columns):
 
 
 @kernel()
-def dot(kind, w, s, x, prepared, columns):
-    """One row of weights times one row of input: addresses of the row, its scales, float32 x, prepared x."""
+def _dot(kind, w, s, x, prepared, columns):
+    """One row of weights of any width times one row of input: the vector code as far as it goes, then the rest."""
+    room = np.empty(2, np.int64)
+    out = room.ctypes.data
     if kind in (F32, BF16):
         whole = columns & ~31
         y = v.dot_f32(w, x, whole) if kind == F32 else v.dot_bf16(w, x, whole)
@@ -138,7 +146,8 @@ def dot(kind, w, s, x, prepared, columns):
         return y
     if kind == INT8:
         whole = columns & ~31
-        number = v.dot_int8(w, prepared + HEAD, whole, columns)
+        v.dot_int8(w, 0, prepared + HEAD, out, whole, columns)
+        number = room[0]
         for i in range(whole, columns):
             number += v.peek_i8(w + i) * digit(prepared + HEAD, i, columns)
         return np.float32(number) * v.peek_f32(prepared) * v.peek_f32(s)
@@ -147,7 +156,8 @@ def dot(kind, w, s, x, prepared, columns):
     if PORTABLE:
         return unit * v.dot_mxfp4_portable(w, s, prepared, columns)
     whole = columns // v.STEP * v.STEP
-    y = unit * v.dot_mxfp4(w, s, prepared, whole)
+    v.dot_mxfp4(w, 0, s, 0, prepared, out, whole)
+    y = unit * v.peek_f32(out)
     for group in range(whole // 32, columns // 32):
         part = np.float32(0)
         for i in range(16):
@@ -157,6 +167,45 @@ def dot(kind, w, s, x, prepared, columns):
         bits = max(np.uint32(v.peek_u8(s + group)) << np.uint32(23), np.uint32(1 << 22))
         y += np.float32(0.5) * part * v.as_f32(bits)
     return y
+
+
+@kernel()
+def block(w, first, count, x, prepared, columns, out):
+    """Rows ``first`` on, at most BLOCK, of a weight (a row of a table) times one row of input, to address ``out``.
+
+    The same bits for a row whatever block it is in.
+    """
+    kind, stride, scale_stride = w[KIND], w[STRIDE], w[SCALE_STRIDE]
+    row, s = w[ADDRESS] + first * stride, w[SCALES] + first * scale_stride
+    r = 0
+    if columns % v.STEP == 0:
+        if count == v.BLOCK and kind in (F32, BF16):
+            if kind == F32:
+                v.dots_f32(row, stride, x, out, columns)
+            else:
+                v.dots_bf16(row, stride, x, out, columns)
+            return
+        if kind == INT8:
+            numbers = np.empty(v.PAIR, np.int64)
+            unit = v.peek_f32(prepared)
+            while r + v.PAIR <= count:
+                v.dots_int8(row + r * stride, stride, prepared + HEAD, numbers.ctypes.data, columns, columns)
+                for i in range(v.PAIR):
+                    scale = v.peek_f32(s + (r + i) * scale_stride)
+                    v.poke_f32(out + 4 * (r + i), np.float32(numbers[i]) * unit * scale)
+                r += v.PAIR
+        elif kind == MX and not PORTABLE:
+            unit, laid_out = v.peek_f32(prepared + 4), prepared + HEAD + 4 * columns
+            while r + v.PAIR <= count:
+                place = out + 4 * r
+                v.dots_mxfp4(row + r * stride, stride, s + r * scale_stride, scale_stride, laid_out, place, columns)
+                for i in range(v.PAIR):
+                    v.poke_f32(place + 4 * i, unit * v.peek_f32(place + 4 * i))
+                r += v.PAIR
+    while r < count:
+        y = _dot(kind, row + r * stride, s + r * scale_stride, x, prepared, columns)
+        v.poke_f32(out + 4 * r, y)
+        r += 1
 
 
 @kernel()
@@ -194,82 +243,25 @@ def few_rows(table, x, prepared, y, nt):
         for i in range(len(table)):
             w = table[i]
             outputs = w[OUTPUTS]
-            for r in range(outputs * t // nt, outputs * (t + 1) // nt):
+            last = outputs * (t + 1) // nt
+            for r in range(outputs * t // nt, last, v.BLOCK):
+                count = min(v.BLOCK, last - r)
                 for n in range(rows):
-                    y[n, start + r] = dot(
-                        w[KIND],
-                        w[ADDRESS] + r * w[STRIDE],
-                        w[SCALES] + r * w[SCALE_STRIDE],
-                        x.ctypes.data + 4 * n * columns,
-                        prepared.ctypes.data + offset + n * prepared.shape[1],
-                        columns,
+                    block(
+                        *(w, r, count, x.ctypes.data + 4 * n * columns),
+                        *(prepared.ctypes.data + offset + n * prepared.shape[1], columns),
+                        y.ctypes.data + 4 * (n * y.shape[1] + start + r),
                     )
             start += outputs
 
 
-class Row(NamedTuple):
-    """A weight as the kernels read it: its row of a table, as bytes, and how many outputs it has."""
-
-    packed: bytes
-    outputs: int
-
-
-def described(weight: Tensor | MXFP4 | Int8) -> Row | None:
-    """A weight's row, kept with the weight; None for storage that the kernels do not know."""
-    try:
-        return weight._row  # type: ignore[union-attr]
-    except AttributeError:
-        object.__setattr__(weight, "_row", row := _describe(weight))
-        return row
-
-
-def _describe(weight: Tensor | MXFP4 | Int8) -> Row | None:
-    if isinstance(weight, MXFP4):
-        codes, scales = weight.codes, weight.scales
-        known = codes.is_contiguous() and scales.is_contiguous()
-        row = (MX, codes.data_ptr(), codes.shape[1], scales.data_ptr(), scales.shape[1], codes.shape[0])
-    elif isinstance(weight, Int8):
-        codes, scales = weight.codes, weight.scales
-        known = codes.is_contiguous() and scales.is_contiguous() and codes.shape[1] <= WIDEST
-        row = (INT8, codes.data_ptr(), codes.shape[1], scales.data_ptr(), 4, codes.shape[0])
-    else:
-        kind, size = (BF16, 2) if weight.dtype == torch.bfloat16 else (F32, 4)
-        known = weight.dtype in (torch.bfloat16, torch.float32) and weight.is_contiguous()
-        row = (kind, weight.data_ptr(), size * weight.shape[1], 0, 0, weight.shape[0])
-    return Row(np.array(row).tobytes(), row[OUTPUTS]) if known else None
-
-
-def table_of(rows: Sequence[Row]) -> np.ndarray:
-    """Rows of several weights as a table, int64 [n, 6]."""
-    return np.frombuffer(b"".join([row.packed for row in rows]), np.int64).reshape(-1, 6)
-
-
-def few(x: Tensor) -> np.ndarray | None:
-    """The rows of x as a float32 array, or None when they are too many, or float64."""
-    columns = x.shape[-1]
-    if x.numel() > ROWS * columns or x.dtype == torch.float64:
-        return None
-    return as_array(x).reshape(-1, columns)
-
-
-def as_array(x: Tensor) -> np.ndarray:
-    """A tensor as a contiguous float32 array."""
-    return x.float().contiguous().numpy()
-
-
-def as_tensor(y: np.ndarray, like: Tensor) -> Tensor:
-    """Rows as a tensor of the type and leading dimensions of ``like``."""
-    out = torch.from_numpy(y)
-    if like.dtype != torch.float32:
-        out = out.to(like.dtype)
-    return out.view(*like.shape[:-1], y.shape[-1])
-
-
-def linears(x: Tensor, weights: Sequence[Tensor | MXFP4 | Int8]) -> tuple[Tensor, ...]:
+def linears(x: Tensor, weights: Sequence[Stored]) -> tuple[Tensor, ...]:
     """See ``reference.linears``."""
+    if x.dtype == torch.float64:
+        return reference.linears(x, weights)
     xs, about = few(x), [described(w) for w in weights]
     if xs is None or None in about:
-        return reference.linears(x, weights)
+        return tuple(many_rows(x, weight) for weight in weights)
     sizes = [row.outputs for row in about]  # type: ignore[union-attr]
     y = _product(xs, about, sum(sizes))  # type: ignore[arg-type]
     return as_tensor(y, x).split(sizes, -1)
@@ -281,14 +273,11 @@ def _product(xs: np.ndarray, about: Sequence[Row], outputs: int) -> np.ndarray:
     return y
 
 
-def scratch(xs: np.ndarray) -> np.ndarray:
-    """Room for the prepared form of some rows."""
-    return np.empty((len(xs), 2 * HEAD + 8 * xs.shape[1]), np.uint8)
-
-
-def linear(x: Tensor, weight: Tensor | MXFP4 | Int8) -> Tensor:
+def linear(x: Tensor, weight: Stored) -> Tensor:
     """See ``reference.linear``."""
+    if x.dtype == torch.float64:
+        return reference.linear(x, weight)
     xs, row = few(x), described(weight)
     if xs is None or row is None:
-        return reference.linear(x, weight)
+        return many_rows(x, weight)
     return as_tensor(_product(xs, (row,), row.outputs), x)

@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 
 from deltafin.cpu_kernels.compiling import kernel
-from deltafin.cpu_kernels.linear import ROWS, as_array, as_tensor, few, linear
+from deltafin.cpu_kernels.linear import linear
 from deltafin.cpu_kernels.mathematics import exp, sigmoid, sum_of_products
+from deltafin.cpu_kernels.stored import ROWS, Stored, as_array, as_tensor, few
 from deltafin.ops import reference
-from deltafin.quant import MXFP4, Int8
 
 
 @kernel()
@@ -88,7 +88,7 @@ def choose(logits, bias, renormalize, scale, ids, weights):
 
 
 def route(
-    x_ND: Tensor, gate_XD: Tensor | MXFP4 | Int8, bias_X: Tensor, chosen: int, renormalize: bool, scale: float
+    x_ND: Tensor, gate_XD: Stored, bias_X: Tensor, chosen: int, renormalize: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """See ``reference.route``."""
     if len(x_ND) > ROWS or x_ND.dtype == torch.float64:

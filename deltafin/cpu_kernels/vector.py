@@ -13,9 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
-from numba import types
+from numba import extending, types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from deltafin.cpu_kernels.compiling import FEATURES
 
@@ -24,6 +23,9 @@ BYTES = 64 if {"avx512bw", "avx512vnni"} <= FEATURES else 32 if "avx2" in FEATUR
 
 FORM = {64: "AVX-512 VNNI", 32: "AVX2", 16: "SSSE3", 0: "portable"}[BYTES]
 """Which form of the four-bit lookup is used."""
+
+intrinsic: Any = extending.intrinsic
+"""Numba's, whose hints would keep the first parameter, which callers do not give."""
 
 I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 
@@ -106,8 +108,38 @@ def widened(b: ir.IRBuilder, kind: str, address: ir.Value, i: ir.Value) -> ir.Va
     return b.sitofp(b.sext(codes, I32x16), F32x16)
 
 
+BLOCK = 4
+"""Rows of weights that a dot product takes at a time: they share the loads of x, and memory has four streams."""
+
+
+def _dots(kind: str, rows: int):
+    """``sum(w * x)`` of ``rows`` rows of float32 or bfloat16, to ``out``; float32 ``x``, k a multiple of 32."""
+
+    @intrinsic
+    def dots(context, w, stride, x, out, k):
+        def code(context, b, signature, arguments):
+            w, stride, x, out, k = arguments
+            every = [b.add(w, b.mul(stride, const(I64, r))) for r in range(rows)]
+
+            def body(i, acc):
+                some = load(b, b.add(x, b.shl(i, const(I64, 6))), F32x16)
+                return [fma(b, widened(b, kind, row, i), some, a) for row, a in zip(every, acc, strict=True)]
+
+            sums = repeat(b, b.lshr(k, const(I64, 4)), 1, [const(F32x16, 0.0)] * rows, body)
+            for r, v in enumerate(sums):
+                store(b, total(b, v), b.add(out, const(I64, 4 * r)))
+            return context.get_dummy_value()
+
+        return types.void(w, stride, x, out, k), code
+
+    return dots
+
+
+dots_f32, dots_bf16 = _dots("f32", BLOCK), _dots("bf16", BLOCK)
+
+
 def _dot(kind: str):
-    """``sum(w * x)`` of a row of float32 or bfloat16 and float32 ``x``, k a multiple of 32."""
+    """``sum(w * x)`` of one row, in the same order."""
 
     @intrinsic
     def dot(context, w, x, k):
@@ -117,7 +149,7 @@ def _dot(kind: str):
             def body(i, acc):
                 return [fma(b, widened(b, kind, w, i), load(b, b.add(x, b.shl(i, const(I64, 6))), F32x16), acc[0])]
 
-            return total(b, repeat(b, b.lshr(k, const(I64, 4)), 2, [const(F32x16, 0.0)], body)[0])
+            return total(b, repeat(b, b.lshr(k, const(I64, 4)), 1, [const(F32x16, 0.0)], body)[0])
 
         return types.float32(w, x, k), code
 
@@ -125,6 +157,38 @@ def _dot(kind: str):
 
 
 dot_f32, dot_bf16 = _dot("f32"), _dot("bf16")
+
+
+@intrinsic
+def delta_row(context, row, decay, k, decayed_k, decayed_q, beta, v, qk, n):
+    """Advance one row of a delta-rule state, in place, by one token; return its output. n a multiple of 16.
+
+    ``p = row . decayed_k``, ``d = beta (v - p)``, ``row = decay * row + k * d``; the output is, of the row as it was,
+    ``row . decayed_q + qk d``.
+    """
+
+    def code(context, b, signature, arguments):
+        row, decay, k, decayed_k, decayed_q, beta, v, qk, n = arguments
+        times = b.lshr(n, const(I64, 4))
+
+        def products(i, acc):
+            at = b.shl(i, const(I64, 6))
+            own = load(b, b.add(row, at), F32x16)
+            sides = (decayed_k, decayed_q)
+            return [fma(b, own, load(b, b.add(o, at), F32x16), a) for o, a in zip(sides, acc, strict=True)]
+
+        p, o = (total(b, s) for s in repeat(b, times, 1, [const(F32x16, 0.0)] * 2, products))
+        d = b.fmul(beta, b.fsub(v, p))
+        many = b.insert_element(ir.Constant(F32x16, ir.Undefined), d, const(I32, 0))
+        many = b.shuffle_vector(many, many, const(I32x16, 0))
+        with cgutils.for_range(b, times) as loop:
+            at = b.shl(loop.index, const(I64, 6))
+            own, keep, key = (load(b, b.add(o, at), F32x16) for o in (row, decay, k))
+            store(b, fma(b, key, many, b.fmul(keep, own)), b.add(row, at))
+        return b.fadd(o, b.fmul(qk, d))
+
+    address, number = types.int64, types.float32
+    return number(address, address, address, address, address, number, number, number, address), code
 
 
 @intrinsic
@@ -198,27 +262,44 @@ def _pairs(b: ir.IRBuilder, acc: ir.Value, x: ir.Value, y: ir.Value) -> ir.Value
     return b.add(acc, b.add(even, odd))
 
 
-@intrinsic
-def dot_int8(context, w, x, k, columns):
-    """``sum(w * x)`` of the first k columns of int8 and the two digits of ``x``: int16, ``columns`` of each."""
+def _int8(rows: int):
+    """``sum(w * x)`` of ``rows`` rows of int8 and the two digits of ``x``, to ``out``, int64.
 
-    def code(context, b, signature, arguments):
-        w, x, k, columns = arguments
-        low = b.add(x, b.shl(columns, const(I64, 1)))
+    Of the first k columns, a multiple of 32; the digits are int16, ``columns`` of each.
+    """
 
-        def body(i, acc):
-            weights = b.sext(load(b, b.add(w, b.shl(i, const(I64, 5))), lanes(I8, 32)), lanes(I16, 32))
-            at = b.shl(i, const(I64, 6))
-            return [
-                _pairs(b, a, weights, load(b, b.add(digit, at), lanes(I16, 32)))
-                for a, digit in zip(acc, (x, low), strict=True)
-            ]
+    @intrinsic
+    def dots(context, w, stride, x, out, k, columns):
+        def code(context, b, signature, arguments):
+            w, stride, x, out, k, columns = arguments
+            every = [b.add(w, b.mul(stride, const(I64, r))) for r in range(rows)]
+            digits = (x, b.add(x, b.shl(columns, const(I64, 1))))
 
-        sums = repeat(b, b.lshr(k, const(I64, 5)), 1, [const(I32x16, 0)] * 2, body)
-        high, low = (b.sext(total(b, v), I64) for v in sums)
-        return b.add(b.shl(high, const(I64, 12)), low)
+            def body(i, acc):
+                at = b.shl(i, const(I64, 6))
+                some = [load(b, b.add(digit, at), lanes(I16, 32)) for digit in digits]
+                new = []
+                for r, row in enumerate(every):
+                    codes = load(b, b.add(row, b.shl(i, const(I64, 5))), lanes(I8, 32))
+                    weights = b.sext(codes, lanes(I16, 32))
+                    new += [_pairs(b, acc[2 * r + d], weights, digit) for d, digit in enumerate(some)]
+                return new
 
-    return types.int64(w, x, k, columns), code
+            sums = repeat(b, b.lshr(k, const(I64, 5)), 1, [const(I32x16, 0)] * (2 * rows), body)
+            for r in range(rows):
+                high, low = (b.sext(total(b, v), I64) for v in sums[2 * r : 2 * r + 2])
+                store(b, b.add(b.shl(high, const(I64, 12)), low), b.add(out, const(I64, 8 * r)))
+            return context.get_dummy_value()
+
+        return types.void(w, stride, x, out, k, columns), code
+
+    return dots
+
+
+PAIR = 1
+"""Rows of integer weights at a time: two were no faster, since multiplications are the limit, and not loads of x."""
+
+dots_int8, dot_int8 = _int8(PAIR), _int8(1)
 
 
 E2M1 = (0, 1, 2, 3, 4, 6, 8, 12)
@@ -228,19 +309,17 @@ OFFSET = 12
 """Added to twice a four-bit value, so that it is not negative: the lookup's products want one unsigned side."""
 
 
-def _pair_digits(b: ir.IRBuilder, codes: list[ir.Value], x: ir.Value, at: ir.Value, acc: ir.Value | None) -> ir.Value:
-    """Products of both nibbles' values with one digit of x, summed in lanes of int32."""
-    low, high = codes
-    even, odd = (load(b, b.add(x, b.add(at, const(I64, o))), lanes(I8, BYTES)) for o in (0, BYTES))
+def _pair_digits(b: ir.IRBuilder, codes: list[ir.Value], sides: list[ir.Value], acc: ir.Value | None) -> ir.Value:
+    """Products of both nibbles' values with one digit of even and odd columns, summed in lanes of int32."""
     words = lanes(I32, BYTES // 4)
     if BYTES == 64:
         acc = const(words, 0) if acc is None else acc
-        for u, s in ((low, even), (high, odd)):
+        for u, s in zip(codes, sides, strict=True):
             acc = call(b, "llvm.x86.avx512.vpdpbusd.512", words, acc, u, s)
         return acc
     halves = lanes(I16, BYTES // 2)
     multiply = {32: "llvm.x86.avx2.pmadd.ub.sw", 16: "llvm.x86.ssse3.pmadd.ub.sw.128"}[BYTES]
-    both = b.add(call(b, multiply, halves, low, even), call(b, multiply, halves, high, odd))
+    both = b.add(*(call(b, multiply, halves, u, s) for u, s in zip(codes, sides, strict=True)))
     add = {32: "llvm.x86.avx2.pmadd.wd", 16: "llvm.x86.sse2.pmadd.wd"}[BYTES]
     summed = call(b, add, words, both, const(halves, 1))
     return summed if acc is None else b.add(acc, summed)
@@ -300,58 +379,114 @@ STEP = 128
 """Columns that one turn of ``dot_mxfp4`` takes: four groups, so that their scales are widened together."""
 
 
-@intrinsic
-def dot_mxfp4(context, w, s, x, k):
-    """``sum(w * x)`` of a row of MXFP4 codes with its scales, and ``x`` as ``prepare_mxfp4`` lays it out.
+def _mxfp4(rows: int):
+    """``sum(w * x)`` of ``rows`` rows of MXFP4 codes with their scales, and ``x`` as ``prepare_mxfp4`` lays it out.
 
-    In units of half the digits' unit; k a multiple of STEP.
+    To ``out``, in units of half the digits' unit; k a multiple of STEP.
     """
 
+    @intrinsic
+    def dots(context, w, stride, s, scale_stride, x, out, k):
+        def code(context, b, signature, arguments):
+            w, stride, s, scale_stride, x, out, k = arguments
+            words, parts = BYTES // 4, STEP // (2 * BYTES)
+            every = [b.add(w, b.mul(stride, const(I64, r))) for r in range(rows)]
+            scales = [b.add(s, b.mul(scale_stride, const(I64, r))) for r in range(rows)]
+            table = [OFFSET + v for v in E2M1] + [OFFSET - v for v in E2M1]
+            table = ir.Constant(lanes(I8, BYTES), [ir.Constant(I8, v) for v in table] * (BYTES // 16))
+            lookup = {
+                64: "llvm.x86.avx512.pshuf.b.512",
+                32: "llvm.x86.avx2.pshuf.b",
+                16: "llvm.x86.ssse3.pshuf.b.128",
+            }[BYTES]
+
+            def values(row, i):
+                """Both nibbles' values, less negative by OFFSET, of one vector of codes."""
+                packed = load(b, b.add(row, b.mul(i, const(I64, BYTES))), lanes(I8, BYTES))
+                shifted = b.lshr(b.bitcast(packed, lanes(I16, BYTES // 2)), const(lanes(I16, BYTES // 2), 4))
+                nibbles = (b.and_(v, const(lanes(I8, BYTES), 15)) for v in (packed, b.bitcast(shifted, packed.type)))
+                return [call(b, lookup, lanes(I8, BYTES), table, n) for n in nibbles]
+
+            def whole_numbers(i):
+                """Products of one vector of codes of every row, summed in lanes of eight columns."""
+                codes, numbers = [values(row, i) for row in every], [None] * rows
+                at = b.add(x, b.mul(i, const(I64, 7 * BYTES)))
+                for digit in range(3):  # the largest first; the correction for OFFSET joins the last
+                    sides = [load(b, b.add(at, const(I64, (2 * digit + o) * BYTES)), lanes(I8, BYTES)) for o in (0, 1)]
+                    start = load(b, b.add(at, const(I64, 6 * BYTES)), lanes(I32, words)) if digit == 2 else None
+                    for r in range(rows):
+                        part = _pair_digits(b, codes[r], sides, start)
+                        before = numbers[r]
+                        numbers[r] = part if before is None else b.add(b.shl(before, const(lanes(I32, words), 8)), part)
+                return [b.sitofp(number, lanes(F32, words)) for number in numbers]
+
+            def body(i, acc):
+                widened_scales = []
+                for address in scales:
+                    bits = b.zext(load(b, b.add(address, b.shl(i, const(I64, 2))), lanes(I8, 4)), lanes(I32, 4))
+                    bits = b.shl(bits, const(lanes(I32, 4), 23))
+                    least = const(lanes(I32, 4), 1 << 22)  # 2^-127, which is subnormal
+                    bits = b.select(b.icmp_unsigned(">", bits, least), bits, least)
+                    widened_scales.append(b.bitcast(bits, lanes(F32, 4)))
+                acc = list(acc)
+                for part in range(parts):
+                    numbers = whole_numbers(b.add(b.mul(i, const(I64, parts)), const(I64, part)))
+                    spread = [ir.Constant(I32, (part * words + j) // 4) for j in range(words)]
+                    spread = ir.Constant(lanes(I32, words), spread)
+                    for r, v in enumerate(widened_scales):
+                        acc[r] = fma(b, numbers[r], b.shuffle_vector(v, v, spread), acc[r])
+                return acc
+
+            sums = repeat(b, b.udiv(k, const(I64, STEP)), 1, [const(lanes(F32, words), 0.0)] * rows, body)
+            for r, v in enumerate(sums):
+                store(b, total(b, v), b.add(out, const(I64, 4 * r)))
+            return context.get_dummy_value()
+
+        return types.void(w, stride, s, scale_stride, x, out, k), code
+
+    return dots
+
+
+dots_mxfp4, dot_mxfp4 = _mxfp4(PAIR), _mxfp4(1)
+
+
+def _code_value(b: ir.IRBuilder, code: ir.Value) -> ir.Value:
+    """Twice the values of 16 codes, float32: a magnitude m is m + max(m - 4, 0), and 2 more for 7."""
+    kind = code.type
+    m = b.and_(code, const(kind, 7))
+    above = b.sub(b.select(b.icmp_unsigned(">", m, const(kind, 4)), m, const(kind, 4)), const(kind, 4))
+    seven = b.and_(b.lshr(b.add(m, const(kind, 1)), const(kind, 2)), const(kind, 2))
+    m = b.add(b.add(m, above), seven)
+    signed = b.select(b.icmp_unsigned(">", code, const(kind, 7)), b.neg(m), m)
+    return b.sitofp(b.sext(signed, I32x16), F32x16)
+
+
+def _group(b: ir.IRBuilder, w: ir.Value, s: ir.Value, i: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """Twice the values of a group's even and odd columns, and its scale in every lane."""
+    packed = load(b, b.add(w, b.shl(i, const(I64, 4))), lanes(I8, 16))
+    bits = b.shl(b.zext(load(b, b.add(s, i), I8), I32), const(I32, 23))
+    bits = b.select(b.icmp_unsigned(">", bits, const(I32, 1 << 22)), bits, const(I32, 1 << 22))
+    scale = b.insert_element(ir.Constant(F32x16, ir.Undefined), b.bitcast(bits, F32), const(I32, 0))
+    low, high = b.and_(packed, const(packed.type, 15)), b.lshr(packed, const(packed.type, 4))
+    return _code_value(b, low), _code_value(b, high), b.shuffle_vector(scale, scale, const(I32x16, 0))
+
+
+@intrinsic
+def widen_mxfp4(context, w, s, out, k):
+    """Write a row of MXFP4 as float32, k a multiple of 32."""
+
     def code(context, b, signature, arguments):
-        w, s, x, k = arguments
-        words, parts = BYTES // 4, STEP // (2 * BYTES)
-        table = [OFFSET + v for v in E2M1] + [OFFSET - v for v in E2M1]
-        table = ir.Constant(lanes(I8, BYTES), [ir.Constant(I8, v) for v in table] * (BYTES // 16))
-        lookup = {
-            64: "llvm.x86.avx512.pshuf.b.512",
-            32: "llvm.x86.avx2.pshuf.b",
-            16: "llvm.x86.ssse3.pshuf.b.128",
-        }[BYTES]
+        w, s, out, k = arguments
+        with cgutils.for_range(b, b.lshr(k, const(I64, 5))) as loop:
+            *sides, scale = _group(b, w, s, loop.index)
+            low, high = (b.fmul(side, b.fmul(scale, const(F32x16, 0.5))) for side in sides)
+            at = b.add(out, b.shl(loop.index, const(I64, 7)))
+            for half in (0, 8):
+                turns = [ir.Constant(I32, half + i // 2 + 16 * (i % 2)) for i in range(16)]
+                store(b, b.shuffle_vector(low, high, ir.Constant(I32x16, turns)), b.add(at, const(I64, 8 * half)))
+        return context.get_dummy_value()
 
-        def whole_numbers(i):
-            """Products of one vector of codes, summed in lanes of eight columns."""
-            packed = load(b, b.add(w, b.mul(i, const(I64, BYTES))), lanes(I8, BYTES))
-            shifted = b.lshr(b.bitcast(packed, lanes(I16, BYTES // 2)), const(lanes(I16, BYTES // 2), 4))
-            nibbles = (b.and_(v, const(lanes(I8, BYTES), 15)) for v in (packed, b.bitcast(shifted, packed.type)))
-            values = [call(b, lookup, lanes(I8, BYTES), table, n) for n in nibbles]
-            at = b.mul(i, const(I64, 7 * BYTES))
-            number = None
-            for digit in range(3):  # the largest first; the correction for OFFSET joins the last
-                start = load(b, b.add(x, b.add(at, const(I64, 6 * BYTES))), lanes(I32, words)) if digit == 2 else None
-                part = _pair_digits(b, values, x, b.add(at, const(I64, 2 * BYTES * digit)), start)
-                number = part if number is None else b.add(b.shl(number, const(lanes(I32, words), 8)), part)
-            return b.sitofp(number, lanes(F32, words))
-
-        def body(i, acc):
-            exponents = b.zext(load(b, b.add(s, b.shl(i, const(I64, 2))), lanes(I8, 4)), lanes(I32, 4))
-            bits = b.shl(exponents, const(lanes(I32, 4), 23))
-            least = const(lanes(I32, 4), 1 << 22)  # 2^-127, which is subnormal
-            bits = b.select(b.icmp_unsigned(">", bits, least), bits, least)
-            scales = b.bitcast(bits, lanes(F32, 4))
-            out = []
-            for part in range(parts):
-                spread = [ir.Constant(I32, (part * words + j) // 4) for j in range(words)]
-                own = b.shuffle_vector(scales, scales, ir.Constant(lanes(I32, words), spread))
-                numbers = whole_numbers(b.add(b.mul(i, const(I64, parts)), const(I64, part)))
-                out.append(fma(b, numbers, own, acc[part]))
-            return out
-
-        sums = repeat(b, b.udiv(k, const(I64, STEP)), 1, [const(lanes(F32, words), 0.0)] * parts, body)
-        for part in sums[1:]:
-            sums[0] = b.fadd(sums[0], part)
-        return total(b, sums[0])
-
-    return types.float32(w, s, x, k), code
+    return types.void(w, s, out, k), code
 
 
 @intrinsic
@@ -361,27 +496,13 @@ def dot_mxfp4_portable(context, w, s, x, k):
     def code(context, b, signature, arguments):
         w, s, x, k = arguments
         odd = b.add(x, b.shl(k, const(I64, 1)))
-        kind = lanes(I8, 16)
-
-        def value(code):
-            """Twice the value of a code: its magnitude m is m + max(m - 4, 0), and 2 more for 7."""
-            m = b.and_(code, const(kind, 7))
-            above = b.sub(b.select(b.icmp_unsigned(">", m, const(kind, 4)), m, const(kind, 4)), const(kind, 4))
-            seven = b.and_(b.lshr(b.add(m, const(kind, 1)), const(kind, 2)), const(kind, 2))
-            m = b.add(b.add(m, above), seven)
-            signed = b.select(b.icmp_unsigned(">", code, const(kind, 7)), b.neg(m), m)
-            return b.sitofp(b.sext(signed, I32x16), F32x16)
 
         def body(i, acc):
-            packed = load(b, b.add(w, b.shl(i, const(I64, 4))), kind)
+            low, high, scale = _group(b, w, s, i)
             at = b.shl(i, const(I64, 6))
-            low, high = b.and_(packed, const(kind, 15)), b.lshr(packed, const(kind, 4))
-            part = b.fmul(value(low), load(b, b.add(x, at), F32x16))
-            part = fma(b, value(high), load(b, b.add(odd, at), F32x16), part)
-            bits = b.shl(b.zext(load(b, b.add(s, i), I8), I32), const(I32, 23))
-            bits = b.select(b.icmp_unsigned(">", bits, const(I32, 1 << 22)), bits, const(I32, 1 << 22))
-            scale = b.insert_element(ir.Constant(F32x16, ir.Undefined), b.bitcast(bits, F32), const(I32, 0))
-            return [fma(b, part, b.shuffle_vector(scale, scale, const(I32x16, 0)), acc[0])]
+            part = b.fmul(low, load(b, b.add(x, at), F32x16))
+            part = fma(b, high, load(b, b.add(odd, at), F32x16), part)
+            return [fma(b, part, scale, acc[0])]
 
         return total(b, repeat(b, b.lshr(k, const(I64, 5)), 1, [const(F32x16, 0.0)], body)[0])
 
@@ -481,7 +602,7 @@ def _poke(kind: types.Type):
     return poke
 
 
-peek_f32, peek_i8 = _peek(F32, types.float32), _peek(I8, types.int8)
+peek_f32, peek_i8, peek_i64 = _peek(F32, types.float32), _peek(I8, types.int8), _peek(I64, types.int64)
 peek_u8, peek_u16 = _peek(I8, types.uint8), _peek(I16, types.uint16)
 poke_f32 = _poke(types.float32)
 
@@ -514,17 +635,6 @@ def pointer(context, address):
         return b.inttoptr(arguments[0], I8.as_pointer())
 
     return types.voidptr(address), code
-
-
-@intrinsic
-def apart(context):
-    """Keep the function that says this out of those that call it: less to compile, once more to call."""
-
-    def code(context, b, signature, arguments):
-        b.function.attributes.add("noinline")
-        return context.get_dummy_value()
-
-    return types.void(), code
 
 
 @intrinsic

@@ -13,7 +13,7 @@ import torch
 from deltafin import config
 from deltafin.config import SiTU
 from deltafin.cpu_kernels import OPS, compiling, layers
-from deltafin.ops import DeltaState, DeltaWeights, Expert
+from deltafin.ops import FEW, DeltaState, DeltaWeights, Expert
 from deltafin.quant import MXFP4, Int8
 
 
@@ -45,7 +45,8 @@ X, ONE = torch.ones(1, 1, 32), torch.ones(32, 32)
 
 
 def _kda() -> None:
-    between = DeltaWeights(*(torch.ones(32, 4) for _ in range(3)), torch.ones(1), torch.ones(32), torch.ones(32))
+    conv, channels = torch.ones(32, 4), torch.ones(32)
+    between = DeltaWeights(conv, conv, conv, torch.ones(1), channels, channels)
     w = SimpleNamespace(first=(ONE, ONE, ONE, ONE[:1], ONE, ONE), decay_up=ONE, gate_up=None, out=ONE, between=between)
     s = SimpleNamespace(
         **{name: torch.zeros(1, 3, 32) for name in ("q_tail", "k_tail", "v_tail")},
@@ -54,7 +55,8 @@ def _kda() -> None:
     kind = config.KDA(heads=1, key_dim=32, value_dim=32, conv_width=4, decay_rank=32)
     layers.kda(kind, w, s, X, X[0, 0], 1e-5, OPS)
     state = DeltaState(s.q_tail, s.k_tail, s.v_tail, s.S_BHVK)
-    OPS.delta_net(X, X, X, X, X[..., :1], X, between, state, None, 1e-5)
+    for x in (X, X.repeat(1, FEW + 1, 1)):
+        OPS.delta_net(x, x, x, x, x[..., :1], x, between, state, None, 1e-5)
 
 
 def _mla() -> None:
@@ -85,6 +87,8 @@ def _others() -> None:
     packed = MXFP4(torch.zeros(1, 16, dtype=torch.uint8), torch.zeros(1, 1, dtype=torch.uint8))
     OPS.linears(X, (ONE, packed, Int8(torch.ones(1, 32, dtype=torch.int8), torch.ones(1))))
     OPS.gated(X, ONE, ONE, ONE, SiTU())
+    many = MXFP4(torch.zeros(32, 16, dtype=torch.uint8), torch.zeros(32, 1, dtype=torch.uint8))
+    OPS.gated(X.repeat(1, 20, 1), many, many, many, SiTU())
     OPS.rms_norm(X, X[0, 0], 1e-5)
     OPS.mix_depth(torch.stack([X, X]), X[0, 0], 1e-5)
     OPS.route(X[0], ONE, ONE[0], 1, True, 1.0)

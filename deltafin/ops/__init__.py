@@ -8,6 +8,8 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 
+import torch
+
 from deltafin.ops import reference
 from deltafin.ops.reference import DeltaState, DeltaWeights, Expert
 
@@ -32,6 +34,10 @@ class Ops:
     """Whether a few tokens in one call give the same bits as one after the other."""
     whole: Mapping[type, Callable] = field(default_factory=dict)
     """Whole sublayers for a few tokens, by kind of layer: the norm and the kind's ``forward``, where that is faster."""
+    form: str = ""
+    """Which of several forms of itself the backend uses on this machine, for people."""
+    threads: Callable[[], int] = field(default_factory=lambda: torch.get_num_threads)
+    """How many threads the operations use now. Not an operation: those have a default."""
 
 
 FEW = 8
@@ -47,7 +53,7 @@ BACKENDS = {"torch": "deltafin.ops", "numba": "deltafin.cpu_kernels", "triton": 
 
 
 def load(name: str) -> Ops:
-    """Return the backend ``name``: the only import of a kernel package in the project."""
+    """Return the backend ``name``, imported when it is asked for; ``ready`` also prepares it to run."""
     return REFERENCE if name == "torch" else importlib.import_module(BACKENDS[name]).OPS
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from deltafin.config import Activation, SiTU
-from deltafin.quant import MXFP4, Int8
+from deltafin.weights import Weight
 
 CHUNK = 64
 """Tokens that the chunkwise delta rule advances at once; any number gives the same answer up to rounding."""
@@ -36,9 +36,9 @@ LARGEST_COPY = 1 << 24
 class Expert(NamedTuple):
     """One routed expert: gate and up [F, M], down [M, F]."""
 
-    gate: Tensor | MXFP4
-    up: Tensor | MXFP4
-    down: Tensor | MXFP4
+    gate: Weight
+    up: Weight
+    down: Weight
 
 
 def wide(x: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ def wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def linear(x: Tensor, weight: Tensor | MXFP4) -> Tensor:
+def linear(x: Tensor, weight: Weight) -> Tensor:
     """Return ``x @ weight.T`` for x [.., I] and weight [O, I]: [.., O] in x's type, sums in float32 or wider.
 
     A packed weight is unpacked exactly; a weight stored in fewer bits than ``x`` is widened, never the other way.
@@ -57,13 +57,13 @@ def linear(x: Tensor, weight: Tensor | MXFP4) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
 
-def _dense(weight: Tensor | MXFP4 | Int8, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+def _dense(weight: Weight, start: int, stop: int, dtype: torch.dtype) -> Tensor:
     if isinstance(weight, Tensor):
         return weight[start:stop].to(dtype)
     return type(weight)(weight.codes[start:stop], weight.scales[start:stop]).unpack(dtype)
 
 
-def linears(x: Tensor, weights: Sequence[Tensor | MXFP4]) -> tuple[Tensor, ...]:
+def linears(x: Tensor, weights: Sequence[Weight]) -> tuple[Tensor, ...]:
     """Return ``linear(x, w)`` for each of several weights that share an input."""
     return tuple(linear(x, weight) for weight in weights)
 
@@ -258,7 +258,7 @@ def delta_net(
     return (o_BTHV.flatten(2) * torch.sigmoid(wide(gate_BTC))).to(q_BTC.dtype)
 
 
-def attention(q_BTHC: Tensor, latent_BSR: Tensor, shared_BSJ: Tensor, up: Tensor | MXFP4, value_dim: int) -> Tensor:
+def attention(q_BTHC: Tensor, latent_BSR: Tensor, shared_BSJ: Tensor, up: Weight, value_dim: int) -> Tensor:
     """Attend causally from the last T of S cached positions; return BTHV in the query's type.
 
     A query is P channels for the head's own key and J for the shared key. ``up`` [H (P + V), R] makes a head's P key
@@ -271,7 +271,7 @@ def attention(q_BTHC: Tensor, latent_BSR: Tensor, shared_BSJ: Tensor, up: Tensor
 
 
 def _scaled_and_split(
-    q_BTHC: Tensor, shared_BSJ: Tensor, up: Tensor | MXFP4, value_dim: int
+    q_BTHC: Tensor, shared_BSJ: Tensor, up: Weight, value_dim: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return a query's own and shared part, scaled, and the up projections of keys HPR and values HVR."""
     heads, channels = q_BTHC.shape[2:]
@@ -281,12 +281,10 @@ def _scaled_and_split(
     return q[..., :plain], q[..., plain:], up_HCR[:, :plain], up_HCR[:, plain:]
 
 
-def attention_absorbed(
-    q_BTHC: Tensor, latent_BSR: Tensor, shared_BSJ: Tensor, up: Tensor | MXFP4, value_dim: int
-) -> Tensor:
+def attention_absorbed(q_BTHC: Tensor, latent_BSR: Tensor, shared_BSJ: Tensor, up: Weight, value_dim: int) -> Tensor:
     """Attend in the latent space, row by row. Arguments as ``attention``."""
     own, common, key_up, value_up = _scaled_and_split(q_BTHC, shared_BSJ, up, value_dim)
-    latent, shared = wide(latent_BSR), wide(shared_BSJ)
+    latent, shared = latent_BSR.to(own.dtype), shared_BSJ.to(own.dtype)
     batch, tokens, heads, _ = own.shape
     out = own.new_empty(batch, tokens, heads, value_dim)
     for b in range(batch):
@@ -299,12 +297,10 @@ def attention_absorbed(
     return out.to(q_BTHC.dtype)
 
 
-def attention_expanded(
-    q_BTHC: Tensor, latent_BSR: Tensor, shared_BSJ: Tensor, up: Tensor | MXFP4, value_dim: int
-) -> Tensor:
+def attention_expanded(q_BTHC: Tensor, latent_BSR: Tensor, shared_BSJ: Tensor, up: Weight, value_dim: int) -> Tensor:
     """Attend with every position's keys and values made from its latent. Arguments as ``attention``."""
     own, common, key_up, value_up = _scaled_and_split(q_BTHC, shared_BSJ, up, value_dim)
-    latent, shared = wide(latent_BSR), wide(shared_BSJ)
+    latent, shared = latent_BSR.to(own.dtype), shared_BSJ.to(own.dtype)
     tokens, positions = own.shape[1], latent.shape[1]
     k_BHSP = torch.einsum("bsr,hpr->bhsp", latent, key_up)
     v_BHSV = torch.einsum("bsr,hvr->bhsv", latent, value_up)
@@ -316,7 +312,7 @@ def attention_expanded(
 
 
 def route(
-    x_ND: Tensor, gate_XD: Tensor | MXFP4, bias_X: Tensor, chosen: int, renormalize: bool, scale: float
+    x_ND: Tensor, gate_XD: Weight, bias_X: Tensor, chosen: int, renormalize: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Choose experts: ids_NE (int64, increasing) and their weights_NE.
 
@@ -341,7 +337,7 @@ def activate(gate: Tensor, up: Tensor, kind: Activation) -> Tensor:
     return (F.silu(a) * b).to(gate.dtype)
 
 
-def gated(x: Tensor, gate: Tensor | MXFP4, up: Tensor | MXFP4, down: Tensor | MXFP4, kind: Activation) -> Tensor:
+def gated(x: Tensor, gate: Weight, up: Weight, down: Weight, kind: Activation) -> Tensor:
     """Return ``down(activate(gate x, up x))``: a gated feed-forward."""
     return linear(activate(linear(x, gate), linear(x, up), kind), down)
 
