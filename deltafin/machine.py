@@ -21,7 +21,8 @@ def cores() -> list[int]:
     found: dict[str, int] = {}
     for cpu in usable:
         try:
-            siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text("ascii")
+            path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+            siblings = path.read_text(encoding="utf-8")
         except OSError:
             return usable
         found.setdefault(siblings, cpu)
@@ -32,14 +33,14 @@ def _counted() -> int:
     if sys.platform == "darwin":
         with suppress(OSError, ValueError):
             asked = ["sysctl", "-n", "hw.perflevel0.physicalcpu"]
-            return int(subprocess.run(asked, capture_output=True, text=True, check=False).stdout)
+            return int(subprocess.run(asked, capture_output=True, text=True, encoding="utf-8", check=False).stdout)
     return os.cpu_count() or 1
 
 
 def quota() -> float | None:
     """CPUs that a container's limit allows (cgroup), or None."""
     with suppress(OSError, ValueError):
-        most, period = Path("/sys/fs/cgroup/cpu.max").read_text("ascii").split()
+        most, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="utf-8").split()
         return int(most) / int(period)
     return None
 

@@ -103,7 +103,7 @@ def armed(model, op: str, trouble: Callable[[Any, tuple], Any]) -> tuple[Variant
         result = original(*arguments)
         return trouble(result, arguments) if pending and (pending.pop() or True) else result
 
-    blocks[at] = replace(blocks[at], ops=replace(blocks[at].ops, **{op: troubled}))
+    blocks[at] = replace(blocks[at], ops=replace(blocks[at].ops, whole={}, **{op: troubled}))
     return Variant(replace(model.decoder, blocks=tuple(blocks))), pending
 
 

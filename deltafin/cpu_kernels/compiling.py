@@ -45,7 +45,7 @@ def _version() -> str:
         numba.__version__,
         llvmlite.__version__,
         platform.python_version(),
-        *(p.read_text("utf-8") for p in sources),
+        *(p.read_text(encoding="utf-8") for p in sources),
     ]
     return hashlib.blake2b("\n".join(about).encode(), digest_size=8).hexdigest()
 
