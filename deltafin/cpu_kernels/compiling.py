@@ -55,7 +55,7 @@ def _folder() -> Path | None:
         folder = home / "deltafin" / f"kernels-{_version()}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
+            with tempfile.TemporaryFile("wb", dir=folder):
                 return folder
         except OSError:
             continue
