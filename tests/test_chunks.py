@@ -18,7 +18,7 @@ from deltafin.cpu_kernels import OPS, chunks, delta
 from deltafin.ops import FEW, DeltaState, DeltaWeights, reference
 
 EPS = 1.0
-"""Large, so that the norm does not blow up the rounding of an output that nearly cancels, as it may with one channel."""
+"""Large, so that the norm does not blow up the rounding of an output that nearly cancels, as one channel may."""
 
 
 @dataclass

@@ -29,8 +29,9 @@ X, WEIGHTS, TAILS, STATES, OUT, CONSTANTS, TENSORS = 0, 6, 12, 15, 16, 17, 18
 """Places in a sequence's table: inputs [T, C], weights (taps [W, C]), tails [W - 1, C], states [H V, K], output
 [T, H V], floor and epsilon [1, 2]."""
 
-SIZES = 5
-"""What precedes the tables: sequences, key heads, value heads of each, K, V."""
+SIZES = 9
+"""What precedes the tables: sequences, key heads, value heads of each, K, V; the address of all threads' buffers, and
+buffers, rows and columns of one."""
 
 (
     DECAYS,  # e^g: [tokens, K]
@@ -238,9 +239,12 @@ def _value_head(table, h, key, value, start, tokens, room, values, S):
             y[c] = o[c] * sigmoid(z[c])
 
 
-@kernel()
-def _head(table, g, groups, key, value, room):
-    """All tokens of key head g, with its value heads; their states are kept transposed meanwhile."""
+def _head(plan, i, t):
+    """All tokens of one key head with its value heads, in thread t's buffers; states are kept transposed meanwhile."""
+    _, heads, groups, key, value, rooms, buffers, rows, columns = carray(v.pointer(plan), (SIZES,), np.int64)
+    b, g = i // heads, i % heads
+    table = carray(v.pointer(plan + 8 * (SIZES + 3 * TENSORS * b)), (TENSORS, 3), np.int64)
+    room = carray(v.pointer(rooms + 4 * t * buffers * rows * columns), (buffers, rows, columns), np.float32)
     states, tokens, state = _tensor(table, STATES), len(_tensor(table, OUT)), VALUES + groups
     for i in range(groups * value):
         row, h, c = states[g * groups * value + i], i // value, i % value
@@ -268,39 +272,31 @@ def _head(table, g, groups, key, value, room):
         _keep(table, which, g * wide, wide)
 
 
-def _share(plan, t, nt):
-    """Thread t's share of the key heads of all sequences."""
-    sequences, heads, groups, key, value = carray(v.pointer(plan), (SIZES,), np.int64)
-    tables = carray(v.pointer(plan + 8 * SIZES), (sequences, TENSORS, 3), np.int64)
-    work = sequences * heads
-    # An odd number of cache lines: the rows of a column of a product do not compete for the same places of a cache.
-    columns = (max(key, value, CHUNK) + 31) // 32 * 32 + 16
-    room = np.zeros((VALUES + 2 * groups, max(CHUNK, (key + 3) // 4 * 4), columns), np.float32)
-    for i in range(work * t // nt, work * (t + 1) // nt):
-        _head(tables[i // heads], i % heads, groups, key, value, room)
-
-
 @cache
 def _address() -> int:
-    """Where ``_share`` is, compiled."""
+    """Where ``_head`` is, compiled."""
     compiled = cfunc(types.void(*[types.int64] * 3), cache=FOLDER is not None, error_model="numpy")
-    return compiled(_share).address
+    return compiled(_head).address
 
 
 @kernel(parallel=True)
-def _spread(function, plan, nt):
-    """Call ``_share`` once a thread."""
+def _spread(function, plan, work, nt):
+    """Each thread takes its share of the key heads of all sequences."""
     for t in prange(nt):
-        v.call_share(function, plan, t, nt)
+        for i in range(work * t // nt, work * (t + 1) // nt):
+            v.call_at(function, plan, i, t)
 
 
 def many_tokens(groups, inputs, weights, tails, S, floor, eps, out, nt):
     """As ``delta.few_tokens``."""
+    heads, key, value = S.shape[1] // groups, S.shape[3], S.shape[2]
+    # An odd number of cache lines: the rows of a column of a product do not compete for the same places of a cache.
+    columns = (max(key, value, CHUNK) + 31) // 32 * 32 + 16
+    rooms = np.zeros((nt, VALUES + 2 * groups, max(CHUNK, (key + 3) // 4 * 4), columns), np.float32)
     constants = np.array([[floor, eps]], np.float32)
-    plan = [len(S), S.shape[1] // groups, groups, S.shape[3], S.shape[2]]
+    plan = [len(S), heads, groups, key, value, rooms.ctypes.data, *rooms.shape[1:]]
     for b in range(len(S)):
-        own = *(x[b] for x in inputs), *weights, *(x[b] for x in tails), S[b], out[b], constants
-        for x in own:
+        for x in (*(x[b] for x in inputs), *weights, *(x[b] for x in tails), S[b], out[b], constants):
             plan += x.ctypes.data, x.size // x.shape[-1], x.shape[-1]
-    array = np.array(plan)
-    _spread(_address(), array.ctypes.data, nt)
+    kept = np.array(plan)
+    _spread(_address(), kept.ctypes.data, len(S) * heads, nt)

@@ -638,7 +638,7 @@ def pointer(context, address):
 
 
 @intrinsic
-def call_share(context, function, plan, t, nt):
+def call_at(context, function, plan, i, t):
     """Call a function of three int64 by its address."""
 
     def code(context, b, signature, arguments):
@@ -648,4 +648,4 @@ def call_share(context, function, plan, t, nt):
         b.call(b.inttoptr(function, kind.as_pointer()), given)
         return context.get_dummy_value()
 
-    return types.void(function, plan, t, nt), code
+    return types.void(function, plan, i, t), code
