@@ -1,6 +1,7 @@
 """Rows of the operation table for CPUs, in Numba: decoding at the memory's speed, on any CPU that Numba knows.
 
-Kernels take a few rows. Many rows, and float64, go to the plain forms of ``ops.reference``.
+Kernels take a few rows, ``delta_net`` many as well. Other rows, and float64, go to the plain forms of
+``ops.reference``.
 """
 
 from collections.abc import Callable

@@ -244,7 +244,7 @@ def _head(plan, i, t):
     _, heads, groups, key, value, rooms, buffers, rows, columns = carray(v.pointer(plan), (SIZES,), np.int64)
     b, g = i // heads, i % heads
     table = carray(v.pointer(plan + 8 * (SIZES + 3 * TENSORS * b)), (TENSORS, 3), np.int64)
-    room = carray(v.pointer(rooms + 4 * t * buffers * rows * columns), (buffers, rows, columns), np.float32)
+    room = carray(v.pointer(rooms + 4 * t * buffers * rows * columns), (buffers, rows, columns), np.float32)  # type: ignore
     states, tokens, state = _tensor(table, STATES), len(_tensor(table, OUT)), VALUES + groups
     for i in range(groups * value):
         row, h, c = states[g * groups * value + i], i // value, i % value
@@ -276,7 +276,7 @@ def _head(plan, i, t):
 def _address() -> int:
     """Where ``_head`` is, compiled."""
     compiled = cfunc(types.void(*[types.int64] * 3), cache=FOLDER is not None, error_model="numpy")
-    return compiled(_head).address
+    return compiled(_head).address  # type: ignore[return-value]
 
 
 @kernel(parallel=True)
@@ -297,6 +297,8 @@ def many_tokens(groups, inputs, weights, tails, S, floor, eps, out, nt):
     plan = [len(S), heads, groups, key, value, rooms.ctypes.data, *rooms.shape[1:]]
     for b in range(len(S)):
         for x in (*(x[b] for x in inputs), *weights, *(x[b] for x in tails), S[b], out[b], constants):
+            if not x.flags.c_contiguous:
+                raise ValueError("the delta rule by chunk wants contiguous tensors")
             plan += x.ctypes.data, x.size // x.shape[-1], x.shape[-1]
-    kept = np.array(plan)
+    kept = np.array(plan, np.int64)
     _spread(_address(), kept.ctypes.data, len(S) * heads, nt)
