@@ -410,6 +410,16 @@ def test_a_model_decodes_what_the_reference_says(folder):
     assert verify.compare(got, want)[1] < verify.BOUNDS["model float32"]
 
 
+@pytest.mark.parametrize("shape", [(3, 8), (17, 1)])
+def test_more_rows_than_a_kernel_takes_are_the_references_numbers(folder, shape):
+    ids = torch.arange(1, 1 + shape[0] * shape[1]).view(shape) % deltafin.load(folder).config.vocab
+    got, want = (
+        [forward(model.decoder, model.decoder.empty_state(len(ids)), ids, last=shape[1])]
+        for model in (deltafin.load(folder), deltafin.load(folder, backend="reference"))
+    )
+    assert verify.compare(got, want)[1] < verify.BOUNDS["model float32"]
+
+
 def test_a_saved_session_goes_on_with_the_same_bits(folder, tmp_path):
     model = deltafin.load(folder)
     session = Session(model)

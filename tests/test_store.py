@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 import deltafin
 from deltafin.errors import CheckpointError, DeltafinError
-from deltafin.store import Snapshot, read_header
+from deltafin.headers import read_header
+from deltafin.store import Snapshot
 
 IDS = list(range(20))
 

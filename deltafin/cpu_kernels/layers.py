@@ -106,12 +106,12 @@ def kda(c: config.KDA, w: Any, s: Any, x_BTD: Tensor, norm: Tensor, eps: float, 
         between = arrays(w.between)
         return tables and (sizes, *tables, between)
 
-    made = _kept(w, make)
-    if made is None or s.q_tail.dtype != torch.float32:
+    made, x = _kept(w, make), few(x_BTD)
+    if made is None or x is None or s.q_tail.dtype != torch.float32:
         return None
     sizes, first, decay_up, gate_up, out, between = made
     y = _kda(
-        *(few(x_BTD), as_array(norm), np.float32(eps), len(x_BTD), 1, sizes, first, decay_up, gate_up, out, between),
+        *(x, as_array(norm), np.float32(eps), len(x_BTD), 1, sizes, first, decay_up, gate_up, out, between),
         *((s.q_tail.numpy(), s.k_tail.numpy(), s.v_tail.numpy()), s.S_BHVK.numpy()),
         *(np.float32(c.decay_floor or 0), threads()),
     )
@@ -148,12 +148,12 @@ def mla(c: config.MLA, w: Any, s: Any, x_BTD: Tensor, norm: Tensor, eps: float, 
         tables = _plan(w, w.first, w.q_up, w.latent_up, w.out)
         return tables and (*tables, as_array(norm if w.q_norm is None else w.q_norm), as_array(w.latent_norm))
 
-    made = _kept(w, make)
-    if made is None or x_BTD.dtype != torch.float32:
+    made, x = _kept(w, make), few(x_BTD)
+    if made is None or x is None or x_BTD.dtype != torch.float32:
         return None
     first, q_up, _, out, q_norm, latent_norm = made
     q, latent, shared, gate = _before(
-        *(few(x_BTD), as_array(norm), np.float32(eps), first, q_norm, q_up, latent_norm, np.float32(c.eps)),
+        *(x, as_array(norm), np.float32(eps), first, q_norm, q_up, latent_norm, np.float32(c.eps)),
         *(int(first[0, OUTPUTS]), c.latent_rank, c.shared_dim, threads()),
     )
     batch, tokens = x_BTD.shape[:2]
@@ -184,10 +184,10 @@ def _mlp(x, norm, eps, table, limits, nt):
 
 def mlp(c: config.MLP, w: Any, x_BTD: Tensor, norm: Tensor, eps: float, ops: Any) -> Tensor | None:
     """Norm and ``model.mlp.forward``; None where they must be done operation by operation."""
-    made = _kept(w, lambda: _plan(w, (w.gate, w.up, w.down)))
-    if made is None:
+    made, x = _kept(w, lambda: _plan(w, (w.gate, w.up, w.down))), few(x_BTD)
+    if made is None or x is None:
         return None
-    y = _mlp(few(x_BTD), as_array(norm), np.float32(eps), made[0], saturation(c.activation), threads())
+    y = _mlp(x, as_array(norm), np.float32(eps), made[0], saturation(c.activation), threads())
     return as_tensor(y, x_BTD)
 
 
@@ -223,13 +223,13 @@ def moe(c: config.MoE, w: Any, x_BTD: Tensor, norm: Tensor, eps: float, ops: Any
         latent_norm = np.empty(0, np.float32) if w.latent_norm is None else as_array(w.latent_norm)
         return tables and (*tables, as_array(w.router_bias), latent_norm)
 
-    made = _kept(w, make)
-    if made is None:
+    made, x = _kept(w, make), few(x_BTD)
+    if made is None or x is None:
         return None
     router, latent_down, latent_up, shared, bias, latent_norm = made
     eps32, nt = np.float32(eps), threads()
     x, z, ids, weights = _chosen(
-        *(few(x_BTD), as_array(norm), eps32, router, bias, c.chosen, c.renormalize, np.float32(c.scale)),
+        *(x, as_array(norm), eps32, router, bias, c.chosen, c.renormalize, np.float32(c.scale)),
         *(latent_down, nt),
     )
     y = w.experts(*(torch.from_numpy(a) for a in (z, ids, weights)), c.activation, ops)
