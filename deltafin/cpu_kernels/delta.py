@@ -140,20 +140,16 @@ def delta_net(
         return reference.delta_net(q_BTC, k_BTC, v_BTC, decay_BTC, beta_BTH, gate_BTC, w, s, floor, eps)
     dtype = q_BTC.dtype
     inputs = tuple(as_array(x) for x in (q_BTC, k_BTC, v_BTC, decay_BTC, beta_BTH, gate_BTC))
-    tails = s[:3] if s.q_tail.dtype == torch.float32 else tuple(t.float() for t in s[:3])
     S = s.S_BHVK.numpy()
     groups = S.shape[1] * S.shape[3] // q_BTC.shape[2]
     out = np.empty((*q_BTC.shape[:2], S.shape[1] * S.shape[2]), np.float32)
     arguments = (
-        *(groups, inputs, arrays(w), tuple(t.numpy() for t in tails), S),
+        *(groups, inputs, arrays(w), tuple(t.numpy() for t in s[:3]), S),
         *(np.float32(0 if floor is None else floor), np.float32(eps), out),
     )
     tokens = q_BTC.shape[1]
     form = few_tokens if tokens <= FEW else many_tokens
     form(*arguments, threads() if S.nbytes * max(1, tokens // FEW) > PARALLEL else 1)
-    if dtype != torch.float32:
-        for kept, moved in zip(s[:3], tails, strict=True):
-            kept.copy_(moved)
     return torch.from_numpy(out) if dtype == torch.float32 else torch.from_numpy(out).to(dtype)
 
 
