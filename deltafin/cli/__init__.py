@@ -7,6 +7,7 @@ import click
 
 from deltafin import __version__
 from deltafin.cli import commands
+from deltafin.cli.convert import convert
 from deltafin.cli.text import plain
 from deltafin.errors import DeltafinError
 
@@ -49,5 +50,8 @@ def main() -> None:
     """
 
 
-for command in (commands.chat, commands.run, commands.info, commands.verify, commands.evaluate, commands.bench):
+for command in (
+    *(commands.chat, commands.run, commands.info, convert),
+    *(commands.verify, commands.evaluate, commands.bench),
+):
     main.add_command(command)

@@ -1,4 +1,4 @@
-"""Conversion of a checkpoint to a store of our own: streamed, resumable, the same bytes however often it was stopped."""
+"""Conversion of a checkpoint to a store of our own: streamed, resumable, the same bytes however often stopped."""
 
 from deltafin.convert.pipeline import Conversion, convert
 
