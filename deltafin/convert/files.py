@@ -5,6 +5,7 @@ import errno
 import io
 import os
 from collections.abc import Iterator, Mapping
+from os import open as open_handle
 from pathlib import Path
 from typing import Self
 
@@ -27,7 +28,7 @@ def put(file: io.FileIO, data: memoryview | bytes | bytearray) -> None:
 def sync(folder: Path) -> None:
     """Make the names in a folder last."""
     if hasattr(os, "O_DIRECTORY"):  # not on Windows
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        handle = open_handle(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(handle)
         finally:
