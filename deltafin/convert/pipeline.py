@@ -98,7 +98,7 @@ class Conversion:
         What is made of two shards is made when the second comes; until then the first one's part is kept aside.
         """
         todo = [number for number in self.plan.by_shard.get(shard, ()) if number not in self._tasks]
-        alone = [number for number in todo if self._shards(number) == {shard}]
+        alone = [number for number in todo if number not in self.plan.spread]
         with writing(self.folder):
             with ThreadPoolExecutor(WORKERS) as pool:
                 try:
@@ -251,10 +251,6 @@ class Conversion:
             if (number, j) not in self._jobs
             for name in job.inputs
         )
-
-    def _shards(self, number: int) -> set[int]:
-        jobs = self.plan.jobs(self.plan.tasks[number])
-        return {self.layout.entries[name].file for job in jobs for name in job.inputs}
 
     def _whole(self, number: int, shard: int, path: Path) -> dict[str, Any]:
         """Do a task that needs one shard alone. Runs in several threads at once, so nothing of ours is changed."""
