@@ -393,8 +393,7 @@ FAULTS = """
                 view = memoryview(buffer)
                 return super().readinto(view[: chance.randrange(1, len(view) + 1)] if fault == "short" else view)
 
-        files.open_raw.__code__ = (lambda path, mode: Raw(path, mode)).__code__
-        files.open_raw.__globals__["Raw"] = Raw
+        files.io = SimpleNamespace(FileIO=Raw)
         for name in ("fsync", "replace", "rename", "posix_fallocate"):
             real = getattr(os, name)
             def wrapped(*a, real=real, name="reserve" if name == "posix_fallocate" else name):

@@ -161,6 +161,8 @@ class Conversion:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise UsageError(f"another process is writing {self.folder}", "wait until it is done") from error
+        if not plan_file.exists():
+            write_whole(plan_file, json.dumps(known).encode())
         changed = {i for i, (old, new) in enumerate(zip(known["stamps"], stamps, strict=True)) if old != new}
         records = self._records()
         self._reserve()
