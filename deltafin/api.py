@@ -49,7 +49,7 @@ def load(
     experts: str = "keep",
     progress: Callable[[str], None] | None = None,
 ) -> "Model":
-    """Open a model: ``"nano"``, the one that ships with deltafin, or the folder of a Hugging Face snapshot.
+    """Open a model: ``"nano"``, which ships with deltafin, or the folder of a Hugging Face snapshot or of a store.
 
     Weights are read in place and keep the precision they are stored in. ``dtype`` is the type of the activations:
     ``"float32"`` (default; exact for bfloat16 and MXFP4 weights up to the rounding of sums), ``"bfloat16"`` as the
@@ -76,7 +76,8 @@ def load(
     path = EMBEDDED if str(name_or_path) == "nano" else Path(name_or_path).expanduser()
     if not path.is_dir():
         raise UsageError(
-            f"there is no model folder {str(name_or_path)!r}", "give the folder of a Hugging Face snapshot, or nano"
+            f"there is no model folder {str(name_or_path)!r}",
+            "give the folder of a Hugging Face snapshot or a store, or nano",
         )
     store = open_model(path)
     if threads is None:
@@ -158,6 +159,7 @@ class Model:
             "activations": str(self.decoder.dtype).removeprefix("torch."),
             "threads": table.threads(),
             "operations": f"{backend}: {', '.join(replaced)}" if replaced else f"{table.name} reference",
+            **self._store.origin,
             "skipped tensors": ", ".join(f"{count} {part}" for part, count in self._store.skipped.items()) or "none",
             "fingerprint": self.fingerprint[:16],
         }

@@ -46,6 +46,11 @@ class Snapshot:
                 for x in range(moe.experts):
                     self.expert(layer, x)
 
+    @property
+    def origin(self) -> dict[str, str]:
+        """What ``info`` says of where the weights come from."""
+        return {"stored as": "Hugging Face snapshot"}
+
     def read(self, name: str) -> Weight:
         """Return one of our tensors by our name (``layers.3.mixer.q``): a view where its rule changes nothing."""
         rule = self.layout.rules[name]

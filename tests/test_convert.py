@@ -570,7 +570,7 @@ def test_a_shard_that_is_cut_while_it_is_read_stops_it(small, dest, monkeypatch)
 def test_an_unfinished_conversion_is_no_model_and_goes_on_as_itself_alone(source, dest, monkeypatch):
     partial = interrupted(source, dest, monkeypatch)
     for folder in (partial, partial / "store"):
-        with pytest.raises(CheckpointError, match=r"unfinished conversion|has no config\.json"):
+        with pytest.raises(CheckpointError, match=r"unfinished conversion|lacks model\.json"):
             deltafin.load(folder)
     with pytest.raises(UsageError, match="of other files, or with other options"):
         convert(source, dest, experts="int8")

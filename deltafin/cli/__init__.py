@@ -46,7 +46,8 @@ def show(error: DeltafinError) -> None:
 def main() -> None:
     """Run Kimi K3 and other hybrid linear-attention models on this machine.
 
-    MODEL is the folder of a Hugging Face snapshot, or "nano", the demonstration model that comes with it.
+    MODEL is the folder of a Hugging Face snapshot or of a converted store, or "nano", the demonstration model that
+    comes with it.
     """
 
 
