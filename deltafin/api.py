@@ -19,7 +19,8 @@ from deltafin.model.decoder import Decoder, forward
 from deltafin.reply import Piece
 from deltafin.sampling import Sampler
 from deltafin.session import PIECE, Session
-from deltafin.store import Snapshot
+from deltafin.snapshot import Snapshot
+from deltafin.store import Store, open_model
 from deltafin.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -48,7 +49,7 @@ def load(
     experts: str = "keep",
     progress: Callable[[str], None] | None = None,
 ) -> "Model":
-    """Open a model: ``"nano"``, the one that ships with deltafin, or the folder of a Hugging Face snapshot.
+    """Open a model: ``"nano"``, which ships with deltafin, or the folder of a Hugging Face snapshot or of a store.
 
     Weights are read in place and keep the precision they are stored in. ``dtype`` is the type of the activations:
     ``"float32"`` (default; exact for bfloat16 and MXFP4 weights up to the rounding of sums), ``"bfloat16"`` as the
@@ -75,9 +76,10 @@ def load(
     path = EMBEDDED if str(name_or_path) == "nano" else Path(name_or_path).expanduser()
     if not path.is_dir():
         raise UsageError(
-            f"there is no model folder {str(name_or_path)!r}", "give the folder of a Hugging Face snapshot, or nano"
+            f"there is no model folder {str(name_or_path)!r}",
+            "give the folder of a Hugging Face snapshot or a store, or nano",
         )
-    store = Snapshot(path)
+    store = open_model(path)
     if threads is None:
         threads = 1 if store.totals["bytes"] < SMALL else machine.threads()
     table = ops.REFERENCE if backend == "reference" else ops.ready("numba", threads, machine.cores(), progress)
@@ -90,7 +92,7 @@ class Model:
 
     def __init__(
         self,
-        store: Snapshot,
+        store: Snapshot | Store,
         table: ops.Ops,
         dtype: torch.dtype,
         resident: str = "keep",
@@ -157,6 +159,7 @@ class Model:
             "activations": str(self.decoder.dtype).removeprefix("torch."),
             "threads": table.threads(),
             "operations": f"{backend}: {', '.join(replaced)}" if replaced else f"{table.name} reference",
+            **self._store.origin,
             "skipped tensors": ", ".join(f"{count} {part}" for part, count in self._store.skipped.items()) or "none",
             "fingerprint": self.fingerprint[:16],
         }

@@ -160,11 +160,16 @@ def verify(context: click.Context, model: str | None, **options: Any) -> None:
     """Hold every implementation of every operation against the float64 reference.
 
     Given MODEL, also its decoding against its prefill, splits of a prompt, and saved states. Exit code 1 says
-    that a bound is broken.
+    that a bound is broken. Of a store every byte is compared with its checksum first.
     """
     from deltafin import machine, ops
+    from deltafin.cli.convert import transfer
+    from deltafin.store import Store, is_store
     from deltafin.verify import run as verify_all
 
+    if model and is_store(Path(model).expanduser()):
+        with transfer("reading the store") as update:
+            Store(Path(model).expanduser(), full=True, progress=update)
     loaded = load(model, options) if model else None
     if loaded is None:
         with waiting() as tell:
