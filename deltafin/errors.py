@@ -22,7 +22,7 @@ class CheckpointError(DeltafinError):
 
 
 class HubError(DeltafinError):
-    """A repository of the hub cannot be reached, read or trusted, or there is no room for it."""
+    """A repository of the hub cannot be reached, or not be read, or what it sends is not what it published."""
 
 
 class TokenizerError(DeltafinError):
@@ -43,3 +43,7 @@ class NumericsError(DeltafinError):
 
 class UsageError(DeltafinError):
     """An argument or option that cannot work."""
+
+
+class StorageError(DeltafinError):
+    """Something cannot be written: no space, no permission, a broken disk."""

@@ -11,7 +11,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -47,7 +47,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-class Stopped(Exception):  # noqa: N818 - no error: somebody else has failed, or Ctrl-C
+class Stopped(Exception):
     """Raised in threads that read, when reading has lost its purpose."""
 
 
@@ -90,7 +90,10 @@ class Repository:
         try:
             self._client = httpx2.Client(headers=headers, follow_redirects=True, timeout=15)
         except (ImportError, ValueError, httpx2.InvalidURL) as error:
-            raise HubError(f"the proxy that the environment names cannot be used: {error}") from error
+            raise HubError(
+                f"the proxy that the environment names cannot be used: {error}",
+                "HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY choose one",
+            ) from error
         try:
             self._list()
         except BaseException:
@@ -154,7 +157,7 @@ class Repository:
         url = f"{self.endpoint}/{quote(self.name)}/resolve/{self.commit}/{quote(file.name)}"
         at, stop = start, file.size if stop is None else stop
 
-        def connect() -> Iterator[bytes]:
+        def connect() -> Generator[bytes, None, None]:
             whole = at == 0 and stop == file.size
             headers = {} if whole else {"Range": f"bytes={at}-{stop - 1}"}
             with self._client.stream("GET", url, headers=headers) as answer:
@@ -265,7 +268,7 @@ class Repository:
         raise HubError(f"{_place(answer)} answered {status} {answer.reason_phrase}{said and f': {said}'}")
 
 
-class _Busy(Exception):  # noqa: N818 - a reason to wait
+class _Busy(Exception):
     def __init__(self, message: str, seconds: float | None) -> None:
         super().__init__(message)
         self.seconds = seconds

@@ -1,0 +1,272 @@
+"""Fetch a model: only the files that a text model needs, each proven to be what was published before it is used."""
+
+import errno
+import json
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from deltafin import library
+from deltafin.errors import CheckpointError, HubError, StorageError, UsageError
+from deltafin.headers import read_json
+from deltafin.hub import CHUNK, File, Repository
+from deltafin.layout import INDEX, shards
+
+BESIDE = re.compile(r"(?!.*\.index\.json)[^/]+\.(json|jinja|model|tiktoken|txt)|(LICENSE|NOTICE)[^/]*")
+"""What is fetched besides the weights: configuration, vocabulary, chat template, licence; no code and no pictures."""
+
+MARK = ".deltafin"
+"""The folder in a destination that tells what is being fetched to it, and holds what is cut."""
+
+Progress = Callable[[str, int, int], None]
+"""Called, from any thread, with a file's name, its bytes that are here, and all it has; with no name for all files."""
+
+
+def pull(
+    name: str,
+    dest: str | Path | None = None,
+    *,
+    revision: str | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """Fetch ``org/name`` (or ``org/name@revision``) from the hub; return the folder of the snapshot.
+
+    Without ``dest`` it goes to the hub's cache. A file that is here already is checked, one that was cut is gone on
+    with, by this call and by the next. Raises ``HubError`` for what the hub refuses or cannot give, ``StorageError``
+    where there is no room, before anything is fetched, or nothing can be written.
+    """
+    repository, pinned = library.parse(name)
+    with Repository(repository, revision or pinned) as repo:
+        place = _Cache(repo) if dest is None else _Folder(repo, Path(dest).expanduser())
+        with _writing(place.root), place.opened():
+            first = [repo.file("config.json"), *([repo.files[INDEX]] if INDEX in repo.files else [])]
+            for file in first:
+                _fetch(repo, file, place, lambda _: None)
+            files = wanted(repo, *(read_json(place.path(file)) for file in first))
+            _room(place, files)
+            tell = _Meter(files, progress)
+            repo.together(lambda file: _fetch(repo, file, place, tell.of(file)), files)
+            return place.finish()
+
+
+def wanted(repo: Repository, raw: Any, index: Any = None) -> list[File]:
+    """Return the files of a repository that a text model needs, by what its config and its index tell."""
+    top = {name for name in repo.files if "/" not in name}
+    names = shards(raw, () if index is not None else top, index, f"{repo.name}/{INDEX}")
+    if not names:
+        raise CheckpointError(f"{repo.name} has no *.safetensors file", "deltafin reads safetensors checkpoints")
+    for name in names:
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\\" in name or ":" in name:
+            raise CheckpointError(f"{repo.name} has a file {name!r}, which would lie outside of its folder")
+    beside = [name for name in top if BESIDE.fullmatch(name) or (name == INDEX and index is not None)]
+    return [repo.file(name) for name in [*sorted(beside), *names]]
+
+
+class _Cache:
+    """The hub's cache, as its own tools lay it out: content by hash, and links to it by commit and name."""
+
+    def __init__(self, repo: Repository) -> None:
+        self.repo = repo
+        self.root = library.cached(repo.name)
+        self.folder = self.root / "snapshots" / repo.commit
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        with _locked(self.root.parent / ".locks" / self.root.name / "deltafin.lock", self.repo.name):
+            (self.root / "blobs").mkdir(parents=True, exist_ok=True)
+            yield
+
+    def path(self, file: File) -> Path:
+        blob, named = self.root / "blobs" / file.digest, self.folder / file.name
+        return named if named.is_file() and not named.is_symlink() and not blob.exists() else blob
+
+    def cut(self, file: File) -> Path:
+        return self.root / "blobs" / f"{file.digest}.incomplete"
+
+    def keep(self, file: File) -> None:
+        """Give a file that has arrived its name."""
+        blob, named = self.path(file), self.folder / file.name
+        if named == blob or (named.is_symlink() and named.resolve() == blob.resolve()):
+            return
+        named.parent.mkdir(parents=True, exist_ok=True)
+        new = named.with_name(f"{named.name}.new")
+        new.unlink(missing_ok=True)
+        try:
+            new.symlink_to(os.path.relpath(blob, named.parent))
+        except OSError:  # a system without links
+            blob.rename(new)
+        new.replace(named)
+
+    def finish(self) -> Path:
+        """Let the branch or tag mean this commit; return the snapshot's folder."""
+        if self.repo.revision != self.repo.commit:
+            _write(self.root / "refs" / self.repo.revision, self.repo.commit)
+        return self.folder
+
+
+class _Folder:
+    """A plain folder that holds the files of one repository, and nothing that came from elsewhere."""
+
+    def __init__(self, repo: Repository, folder: Path) -> None:
+        self.repo, self.root = repo, folder
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        told = self.root / MARK / "source.json"
+        if self.root.exists() and not self.root.is_dir():
+            raise UsageError(f"{self.root} is a file", "give a folder that is new, or of an earlier pull")
+        if self.root.is_dir() and any(self.root.iterdir()):
+            earlier = read_json(told) if told.is_file() else None
+            if not isinstance(earlier, dict) or earlier.get("repository") != self.repo.name:
+                raise UsageError(
+                    f"{self.root} holds something else than an earlier pull of {self.repo.name}", "give another folder"
+                )
+        _write(told, json.dumps({"repository": self.repo.name, "revision": self.repo.commit}))
+        with _locked(self.root / MARK / "lock", str(self.root)):
+            yield
+
+    def path(self, file: File) -> Path:
+        return self.root / file.name
+
+    def cut(self, file: File) -> Path:
+        return self.root / MARK / f"{file.digest}.incomplete"
+
+    def keep(self, file: File) -> None:
+        pass
+
+    def finish(self) -> Path:
+        for cut in (self.root / MARK).glob("*.incomplete"):
+            cut.unlink()  # of a commit that is not wanted any more
+        return self.root
+
+
+def _fetch(repo: Repository, file: File, place: _Cache | _Folder, tell: Callable[[int], None]) -> None:
+    """Bring a file to its place, unless it is there; what an earlier run has of it is kept."""
+    path, cut = place.path(file), place.cut(file)
+    if not _proven(file, path, tell):
+        while not _completed(repo, file, cut, tell):
+            tell(-file.size)  # what an earlier run left was of no use
+        path.parent.mkdir(parents=True, exist_ok=True)
+        cut.replace(path)
+    place.keep(file)
+
+
+def _completed(repo: Repository, file: File, cut: Path, tell: Callable[[int], None]) -> bool:
+    """Complete what is cut; remove it when its hash is wrong, and raise ``HubError`` when no byte of it was old."""
+    digest = file.hash()
+    with cut.open("ab+") as f:
+        if f.tell() > file.size:
+            f.truncate(0)
+        f.seek(0)
+        while chunk := f.read(CHUNK):
+            digest.update(chunk)
+            tell(len(chunk))
+        began = f.tell()
+        for chunk in repo.read(file, began):
+            f.write(chunk)
+            digest.update(chunk)
+            tell(len(chunk))
+        f.flush()
+        os.fsync(f.fileno())
+    if digest.hexdigest() == file.digest:
+        return True
+    cut.unlink()
+    if not began:
+        raise HubError(
+            f"{file.name} of {repo.name} has the hash {digest.hexdigest()}, published is {file.digest}",
+            "run it again; if that does not help, the hub or something between it and here changes the file",
+        )
+    return False
+
+
+def _proven(file: File, path: Path, tell: Callable[[int], None]) -> bool:
+    """Whether a path holds a file's content; all of it is read."""
+    if not path.is_file() or path.stat().st_size != file.size:
+        return False
+    digest, seen = file.hash(), 0
+    with path.open("rb") as f:
+        while chunk := f.read(CHUNK):
+            digest.update(chunk)
+            seen += len(chunk)
+            tell(len(chunk))
+    if digest.hexdigest() != file.digest:
+        tell(-seen)
+        return False
+    return True
+
+
+class _Meter:
+    """Adds up bytes from all threads, for ``progress``."""
+
+    def __init__(self, files: list[File], progress: Progress | None) -> None:
+        self.done = dict.fromkeys(files, 0)
+        self.all, self.total = 0, sum(file.size for file in files)
+        self.progress = progress
+        self.lock = threading.Lock()
+
+    def of(self, file: File) -> Callable[[int], None]:
+        def tell(more: int) -> None:
+            with self.lock:
+                self.done[file] += more
+                self.all += more
+                if self.progress:
+                    self.progress(file.name, self.done[file], file.size)
+                    self.progress("", self.all, self.total)
+
+        return tell
+
+
+def _room(place: _Cache | _Folder, files: list[File]) -> None:
+    """Raise ``StorageError`` when the disk has less space than is still to come."""
+    needed = 0
+    for file in files:
+        path, cut = place.path(file), place.cut(file)
+        if not (path.is_file() and path.stat().st_size == file.size):
+            needed += file.size - min(file.size, cut.stat().st_size if cut.is_file() else 0)
+    free = shutil.disk_usage(place.root).free
+    if needed > free:
+        raise StorageError(
+            f"{needed:,} bytes are needed at {place.root}, and {free:,} are free",
+            f"make room for {needed - free:,} bytes, or choose another place: DEST, or HF_HUB_CACHE",
+        )
+
+
+@contextmanager
+def _writing(root: Path) -> Iterator[None]:
+    """Say where writing failed, and what to do."""
+    try:
+        yield
+    except OSError as error:
+        where = error.filename or root
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StorageError(
+                f"no space is left for {where}", "make room and run it again: what is here is kept"
+            ) from error
+        raise StorageError(
+            f"{where} cannot be written ({error.strerror or error})", "choose another place: DEST, or HF_HUB_CACHE"
+        ) from error
+
+
+@contextmanager
+def _locked(path: Path, what: str) -> Iterator[None]:
+    """Keep a second pull to the same place out; the system lets go when a process ends, however it ends."""
+    from filelock import FileLock, Timeout
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(path, timeout=0):
+            yield
+    except Timeout as error:
+        raise UsageError(f"{what} is being pulled by another process", "wait for it, or end it") from error
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(text, encoding="utf-8")
+    new.replace(path)
