@@ -137,8 +137,12 @@ class Repository:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Close connections; threads that still read are stopped."""
-        self._stop.set()
+        self.stop()
         self._client.close()
+
+    def stop(self) -> None:
+        """Let threads that read stop."""
+        self._stop.set()
 
     def file(self, name: str) -> File:
         """Return a file by name; ``HubError`` when the repository has none of that name."""
@@ -205,10 +209,23 @@ class Repository:
                 for future in as_completed(futures):
                     future.result()
             except BaseException:
-                self._stop.set()
+                self.stop()
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
         return [future.result() for future in futures]
+
+    def ahead(self, work: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[tuple[Item, Result]]:
+        """Yield each item with the result of ``work``, while a thread does the next one's."""
+        with ThreadPoolExecutor(1) as pool:
+            try:
+                coming = [pool.submit(work, item) for item in items[:1]]
+                for i, item in enumerate(items):
+                    result = coming.pop().result()
+                    coming = [pool.submit(work, following) for following in items[i + 1 : i + 2]]
+                    yield item, result
+            except BaseException:
+                self.stop()
+                raise
 
     def _try(self, ask: Callable[[], Any], waits: Sequence[float]) -> Any:
         """Return what ``ask`` returns, once it does."""
@@ -324,18 +341,23 @@ def remote_headers(name: str, revision: str | None = None) -> Remote:
     that are passed over are left out. Raises ``HubError``, and what a ``Snapshot`` raises of the same files.
     """
     with Repository(name, revision) as repo:
-        raw = repo.json("config.json")
-        family = families.family(raw)
-        present = [file for file in repo.files if file.endswith(".safetensors") and "/" not in file]
-        told = INDEX in repo.files and not all(NUMBERED.fullmatch(file) for file in present)
-        files = shards(raw, () if told else present, repo.json(INDEX) if told else None, f"{name}/{INDEX}")
-        listed = [repo.file(file) for file in files]
-        found = repo.together(lambda file: _header(repo, file), listed)
+        return read_headers(repo)
+
+
+def read_headers(repo: Repository) -> Remote:
+    """Do what ``remote_headers`` does, with a repository that is open."""
+    raw = repo.json("config.json")
+    family = families.family(raw)
+    present = [file for file in repo.files if file.endswith(".safetensors") and "/" not in file]
+    told = INDEX in repo.files and not all(NUMBERED.fullmatch(file) for file in present)
+    files = shards(raw, () if told else present, repo.json(INDEX) if told else None, f"{repo.name}/{INDEX}")
+    listed = [repo.file(file) for file in files]
+    found = repo.together(lambda file: _header(repo, file), listed)
     used = [(f, h) for f, h in zip(listed, found, strict=True) if any(family.skipped(name, raw) is None for name in h)]
     if not used:
-        raise CheckpointError(f"{name} has no *.safetensors file", "deltafin reads safetensors checkpoints")
+        raise CheckpointError(f"{repo.name} has no *.safetensors file", "deltafin reads safetensors checkpoints")
     headers = [{name: replace(entry, file=i) for name, entry in header.items()} for i, (_, header) in enumerate(used)]
-    return Remote(raw, [f.name for f, _ in used], headers, [f.size for f, _ in used], name, repo.commit)
+    return Remote(raw, [f.name for f, _ in used], headers, [f.size for f, _ in used], repo.name, repo.commit)
 
 
 def _header(repo: Repository, file: File) -> dict[str, Entry]:

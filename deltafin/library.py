@@ -12,6 +12,7 @@ from deltafin import families
 from deltafin.errors import CheckpointError, DeltafinError, UsageError
 from deltafin.headers import read_json
 from deltafin.layout import INDEX, shards
+from deltafin.store import MODEL, is_store
 
 NAME = re.compile(r"(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[^@\s]+))?", re.ASCII)
 
@@ -75,16 +76,18 @@ def find(name: str) -> Path:
     """
     repository, revision = parse(name)
     converted = store(repository)
-    if (converted / "model.json").is_file() and (_revision(converted) or "").startswith(revision or ""):
+    if is_store(converted) and (_revision(converted) or "").startswith(revision or ""):
         return converted
     found = [path for path in _snapshots(repository, revision) if (path / "config.json").is_file()]
     for path in found:
         if not missing(path):
             return path
-    fetch = f"`deltafin pull {name}` fetches "
+    fetch = f"`deltafin pull {name}` fetches"
     if found:
-        raise UsageError(f"{name} is here only in part ({found[0]})", f"{fetch}the rest")
-    raise UsageError(f"{name} is not on this machine", f"{fetch}it")
+        raise UsageError(f"{name} is here only in part ({found[0]})", f"{fetch} the rest")
+    if converted.with_name(f"{converted.name}.partial").exists():
+        raise UsageError(f"the store of {name} is not finished", f"{fetch.replace('pull', 'pull --convert')} the rest")
+    raise UsageError(f"{name} is not on this machine", f"{fetch} it")
 
 
 def _snapshots(repository: str, revision: str | None) -> Iterator[Path]:
@@ -170,7 +173,7 @@ def _stored_stores() -> Iterator[Stored]:
 def _revision(folder: Path) -> str | None:
     """Return the commit that a store was made from, where it tells."""
     try:
-        return json.loads((folder / "model.json").read_text(encoding="utf-8"))["source"]["revision"]
+        return json.loads((folder / MODEL).read_text(encoding="utf-8"))["source"]["revision"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -12,16 +12,24 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from deltafin import library
+from deltafin.convert import Conversion
+from deltafin.convert.pipeline import EXTRAS
+from deltafin.convert.plan import Plan
 from deltafin.errors import CheckpointError, HubError, StorageError, UsageError
 from deltafin.headers import read_json
-from deltafin.hub import CHUNK, File, Repository
+from deltafin.hub import CHUNK, File, Repository, read_headers
 from deltafin.layout import INDEX, shards
+from deltafin.store import is_store, read_model
 
 BESIDE = re.compile(r"(?!.*\.index\.json)[^/]+\.(json|jinja|model|tiktoken|txt)|(LICENSE|NOTICE)[^/]*")
 """What is fetched besides the weights: configuration, vocabulary, chat template, licence; no code and no pictures."""
 
+LICENCE = re.compile(r"LICEN[CS]E[^/]*")
+
 MARK = ".deltafin"
 """The folder in a destination that tells what is being fetched to it, and holds what is cut."""
+
+SOURCE = "source.json"
 
 Progress = Callable[[str, int, int], None]
 """Called, from any thread, with a file's name, its bytes that are here, and all it has; with no name for all files."""
@@ -48,10 +56,73 @@ def pull(
             for file in first:
                 _fetch(repo, file, place, lambda _: None)
             files = wanted(repo, *(read_json(place.path(file)) for file in first))
-            _room(place, files)
+            _room(place.root, sum(_lacking(file, place) for file in files))
             tell = _Meter(files, progress)
             repo.together(lambda file: _fetch(repo, file, place, tell.of(file)), files)
             return place.finish()
+
+
+def pull_converted(
+    name: str,
+    dest: str | Path | None = None,
+    *,
+    revision: str | None = None,
+    experts: str = "keep",
+    resident: str = "keep",
+    progress: Progress | None = None,
+) -> tuple[Path, dict[str, float]]:
+    """Fetch a model and make a store of it, at ``dest`` or where ``load`` finds it by name.
+
+    Each shard is converted when it has arrived, and dropped: the disk holds no more than the finished store and two
+    shards. An unfinished one is gone on with, at the commit that it began with. Options and result are those of
+    ``convert``; raises what ``pull`` and ``Conversion`` do.
+    """
+    repository, pinned = library.parse(name)
+    store = (library.store(repository) if dest is None else Path(dest).expanduser()).resolve()
+    folder = store.with_name(f"{store.name}.pull")
+    encodings = {"experts": experts, "resident": resident}
+    with Repository(repository, revision or pinned or source(folder).get("revision")) as repo:
+        if is_store(store):
+            about = read_model(store)
+            if (
+                about["source"] == {"repository": repo.name, "revision": repo.commit}
+                and about["encodings"] == encodings
+            ):
+                shutil.rmtree(folder, ignore_errors=True)
+                return store, {}
+            raise UsageError(
+                f"{store} is of another model or commit, or was made with other options",
+                "choose another place, or remove it",
+            )
+        place, cache = _Folder(repo, folder), _Cache(repo)
+        with _writing(folder), place.opened():
+            remote = read_headers(repo)
+            layout, files = remote.layout(), [repo.file(file) for file in remote.files]
+            two = sum(sorted(file.size for file in files)[-2:])
+            there = _taken(folder) + _taken(store.with_name(f"{store.name}.partial"))
+            _room(folder, Plan(layout, experts, resident).size + two - there)
+            beside = [f for name, f in sorted(repo.files.items()) if name in EXTRAS or LICENCE.fullmatch(name)]
+            repo.together(lambda file: _fetch(repo, file, place, lambda _: None), beside)
+            about: dict[str, Any] = encodings | {"source": (repo.name, repo.commit)}
+            extras = [place.path(file) for file in beside]
+            with Conversion(layout, store, [file.digest for file in files], **about, extras=extras) as conversion:
+                todo = [i for i in range(len(files)) if conversion.needs(i)]
+                meter = _Meter([files[i] for i in todo], progress)
+
+                def bring(i: int) -> Path:
+                    """Return where a shard is: in the hub's cache, or fetched."""
+                    tell = meter.of(files[i])
+                    if _proven(files[i], cache.path(files[i]), tell):
+                        return cache.path(files[i])
+                    _fetch(repo, files[i], place, tell)
+                    return place.path(files[i])
+
+                for i, path in repo.ahead(bring, todo):
+                    conversion.take(i, path)
+                    place.path(files[i]).unlink(missing_ok=True)
+                errors = conversion.finish()
+        shutil.rmtree(folder)
+    return store, errors
 
 
 def wanted(repo: Repository, raw: Any, index: Any = None) -> list[File]:
@@ -117,17 +188,16 @@ class _Folder:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        told = self.root / MARK / "source.json"
         if self.root.exists() and not self.root.is_dir():
             raise UsageError(f"{self.root} is a file", "give a folder that is new, or of an earlier pull")
-        if self.root.is_dir() and any(self.root.iterdir()):
-            earlier = read_json(told) if told.is_file() else None
-            if not isinstance(earlier, dict) or earlier.get("repository") != self.repo.name:
-                raise UsageError(
-                    f"{self.root} holds something else than an earlier pull of {self.repo.name}", "give another folder"
-                )
-        _write(told, json.dumps({"repository": self.repo.name, "revision": self.repo.commit}))
+        known = source(self.root).get("repository") == self.repo.name
+        if not known and self.root.is_dir() and any(self.root.iterdir()):
+            raise UsageError(
+                f"{self.root} holds something else than an earlier pull of {self.repo.name}", "give another folder"
+            )
         with _locked(self.root / MARK / "lock", str(self.root)):
+            told = {"repository": self.repo.name, "revision": self.repo.commit}
+            _write(self.root / MARK / SOURCE, json.dumps(told))
             yield
 
     def path(self, file: File) -> Path:
@@ -143,6 +213,15 @@ class _Folder:
         for cut in (self.root / MARK).glob("*.incomplete"):
             cut.unlink()  # of a commit that is not wanted any more
         return self.root
+
+
+def source(folder: Path) -> dict[str, str]:
+    """Return repository and revision (a commit) of a folder that was pulled to; of another one, nothing."""
+    try:
+        told = json.loads((folder / MARK / SOURCE).read_text(encoding="utf-8"))
+        return {"repository": told["repository"], "revision": told["revision"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
 
 
 def _fetch(repo: Repository, file: File, place: _Cache | _Folder, tell: Callable[[int], None]) -> None:
@@ -221,17 +300,29 @@ class _Meter:
         return tell
 
 
-def _room(place: _Cache | _Folder, files: list[File]) -> None:
-    """Raise ``StorageError`` when the disk has less space than is still to come."""
-    needed = 0
-    for file in files:
-        path, cut = place.path(file), place.cut(file)
-        if not (path.is_file() and path.stat().st_size == file.size):
-            needed += file.size - min(file.size, cut.stat().st_size if cut.is_file() else 0)
-    free = shutil.disk_usage(place.root).free
+def _lacking(file: File, place: _Cache | _Folder) -> int:
+    """Return how many bytes of a file are still to come, by sizes alone."""
+    if _size(place.path(file)) == file.size:
+        return 0
+    return file.size - min(file.size, _size(place.cut(file)))
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0
+
+
+def _taken(folder: Path) -> int:
+    """Return the bytes that a folder takes on its disk."""
+    found = (file.stat() for file in folder.rglob("*") if file.is_file())
+    return sum(min(s.st_size, getattr(s, "st_blocks", s.st_size) * 512) for s in found)
+
+
+def _room(folder: Path, needed: int) -> None:
+    """Raise ``StorageError`` when a folder's disk has less space than is needed."""
+    free = shutil.disk_usage(folder).free
     if needed > free:
         raise StorageError(
-            f"{needed:,} bytes are needed at {place.root}, and {free:,} are free",
+            f"{needed:,} bytes are needed at {folder}, and {free:,} are free",
             f"make room for {needed - free:,} bytes, or choose another place: DEST, or HF_HUB_CACHE",
         )
 

@@ -7,6 +7,7 @@ import click
 
 from deltafin import __version__
 from deltafin.cli import commands, hub
+from deltafin.cli.convert import convert
 from deltafin.cli.text import plain
 from deltafin.errors import DeltafinError
 
@@ -51,7 +52,8 @@ def main() -> None:
 
 
 for command in (
-    *(commands.chat, commands.run, commands.info, commands.verify, commands.evaluate, commands.bench),
+    *(commands.chat, commands.run, commands.info, convert),
+    *(commands.verify, commands.evaluate, commands.bench),
     *(hub.pull, hub.list_models, hub.remove),
 ):
     main.add_command(command)

@@ -15,17 +15,45 @@ from deltafin.errors import UsageError
 @click.argument("repo")
 @click.argument("dest", required=False, type=click.Path(path_type=Path))
 @click.option("--revision", metavar="R", help="Branch, tag or commit; by default the main branch.")
-def pull(repo: str, dest: Path | None, revision: str | None) -> None:
+@click.option("--convert", is_flag=True, help="Make a store, shard by shard, and keep no shard.")
+@click.option(
+    "--experts",
+    type=click.Choice(["keep", "mxfp4", "int8", "bf16"]),
+    default="keep",
+    show_default=True,
+    help="With --convert, as there.",
+)
+@click.option(
+    "--resident",
+    type=click.Choice(["keep", "int8", "bf16"]),
+    default="keep",
+    show_default=True,
+    help="With --convert, as there.",
+)
+def pull(repo: str, dest: Path | None, revision: str | None, convert: bool, experts: str, resident: str) -> None:
     """Fetch the model REPO (org/name) from the Hugging Face hub.
 
     Only what a text model needs is fetched, into the hub's cache or the folder DEST, and checked against the published
     hashes; then REPO is the name of a MODEL for every other command. Run again, it goes on where it was stopped,
     checks what is there, and fetches what has changed. The folder is printed on stdout.
-    """
-    from deltafin.pull import pull
 
+    With --convert each shard becomes part of a store when it arrives, and is dropped: the disk never holds more than
+    the finished store and two shards.
+    """
+    from deltafin.pull import pull, pull_converted
+
+    if not convert and (experts, resident) != ("keep", "keep"):
+        raise click.UsageError("--experts and --resident belong to --convert")
+    errors = dict[str, float]()
     with transfers() as progress:
-        path = pull(repo, dest, revision=revision, progress=progress)
+        if convert:
+            chosen = {"experts": experts, "resident": resident}
+            path, errors = pull_converted(repo, dest, revision=revision, **chosen, progress=progress)
+        else:
+            path = pull(repo, dest, revision=revision, progress=progress)
+    if errors:
+        rows = [("re-encoded", "relative error"), *((kind, f"{error:.2e}") for kind, error in errors.items())]
+        click.echo(columns(rows, right=[1]), err=True)
     click.echo(path)
 
 
@@ -57,7 +85,8 @@ def transfers() -> Iterator[Callable[[str, int, int], None]]:
                 console.print(plain(f"{name}  {amount(size)}"))
 
         yield tell
-    console.print(f"in all  {files} files, {amount(in_all)}")
+    if files:
+        console.print(f"in all  {files} files, {amount(in_all)}")
 
 
 def amount(size: int) -> str:
