@@ -29,9 +29,6 @@ from deltafin.layout import INDEX, NUMBERED, Layout, shards
 CONNECTIONS = 8
 """Files that are read at the same time."""
 
-CHUNK = 1 << 20
-"""Bytes that are taken from a connection at once."""
-
 FRONT = 1 << 17
 """Bytes that are asked for when the length of a header is not known yet: most headers are shorter."""
 
@@ -118,7 +115,7 @@ class Repository:
                 f"{self.endpoint} does not tell sizes and hashes of the files of {self.name}",
                 "is this a hub? HF_ENDPOINT chooses it",
             ) from error
-        if not re.fullmatch(r"[0-9a-f]{40}", self.commit):
+        if not re.fullmatch(r"[0-9a-f]{40}", str(self.commit)):
             raise HubError(f"{self.endpoint} names {self.commit!r} as commit of {self.name}", "is this a hub?")
 
     def _json(self, url: str, params: Mapping[str, str]) -> Any:
@@ -168,7 +165,7 @@ class Repository:
                 self._check(answer)
                 _same(answer, file, at)
                 skip = at if answer.status_code == 200 else 0  # ranges are not understood there
-                for chunk in answer.iter_raw(CHUNK):
+                for chunk in answer.iter_raw():  # as it comes: what is gathered first would be lost with the line
                     if self._stop.is_set():
                         raise Stopped
                     yield chunk[skip:]

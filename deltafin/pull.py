@@ -17,7 +17,7 @@ from deltafin.convert.pipeline import EXTRAS
 from deltafin.convert.plan import Plan
 from deltafin.errors import CheckpointError, HubError, StorageError, UsageError
 from deltafin.headers import read_json
-from deltafin.hub import CHUNK, File, Repository, read_headers
+from deltafin.hub import File, Repository, read_headers
 from deltafin.layout import INDEX, shards
 from deltafin.store import is_store, read_model
 
@@ -25,6 +25,9 @@ BESIDE = re.compile(r"(?!.*\.index\.json)[^/]+\.(json|jinja|model|tiktoken|txt)|
 """What is fetched besides the weights: configuration, vocabulary, chat template, licence; no code and no pictures."""
 
 LICENCE = re.compile(r"LICEN[CS]E[^/]*")
+
+PIECE = 1 << 20
+"""Bytes that are read of a file at once."""
 
 MARK = ".deltafin"
 """The folder in a destination that tells what is being fetched to it, and holds what is cut."""
@@ -242,7 +245,7 @@ def _completed(repo: Repository, file: File, cut: Path, tell: Callable[[int], No
         if f.tell() > file.size:
             f.truncate(0)
         f.seek(0)
-        while chunk := f.read(CHUNK):
+        while chunk := f.read(PIECE):
             digest.update(chunk)
             tell(len(chunk))
         began = f.tell()
@@ -269,7 +272,7 @@ def _proven(file: File, path: Path, tell: Callable[[int], None]) -> bool:
         return False
     digest, seen = file.hash(), 0
     with path.open("rb") as f:
-        while chunk := f.read(CHUNK):
+        while chunk := f.read(PIECE):
             digest.update(chunk)
             seen += len(chunk)
             tell(len(chunk))

@@ -97,7 +97,9 @@ class HubServer:
         """The requests for a file's content that were answered with some of it."""
         with self.lock:
             found = [a for a in self.log if a.code in (200, 206) and "/api/" not in a.path]
-        return [a for a in found if (name is None or a.path.endswith(name)) and server in (None, a.server)]
+        return [
+            a for a in found if (name is None or a.path.partition("?")[0].endswith(name)) and server in (None, a.server)
+        ]
 
     def next_fault(self, name):
         with self.lock:
@@ -123,7 +125,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.entry = Asked(self.server_name, self.command, self.path, self.headers.get("Range"), token)
         with self.hub.lock:
             self.hub.log.append(self.entry)
-        path = urllib.parse.unquote(self.path.partition("?")[0])
+        path = urllib.parse.unquote(
+            re.sub(r"^http://[^/]+", "", self.path).partition("?")[0]
+        )  # whole, from a proxy's client
         try:
             if self.server_name == "cdn":
                 _, name, commit, file = path.split("/", 3)
