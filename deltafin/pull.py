@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
@@ -61,7 +62,7 @@ def pull(
             files = wanted(repo, *(read_json(place.path(file)) for file in first))
             _room(place.root, sum(_lacking(file, place) for file in files))
             tell = _Meter(files, progress)
-            repo.together(lambda file: _fetch(repo, file, place, tell.of(file)), files)
+            repo.together(lambda alike: [_fetch(repo, file, place, tell.of(file)) for file in alike], _alike(files))
             return place.finish()
 
 
@@ -105,7 +106,7 @@ def pull_converted(
             there = _taken(folder) + _taken(store.with_name(f"{store.name}.partial"))
             _room(folder, Plan(layout, experts, resident).size + two - there)
             beside = [f for name, f in sorted(repo.files.items()) if name in EXTRAS or LICENCE.fullmatch(name)]
-            repo.together(lambda file: _fetch(repo, file, place, lambda _: None), beside)
+            repo.together(lambda alike: [_fetch(repo, file, place, lambda _: None) for file in alike], _alike(beside))
             about: dict[str, Any] = encodings | {"source": (repo.name, repo.commit)}
             extras = [place.path(file) for file in beside]
             with Conversion(layout, store, [file.digest for file in files], **about, extras=extras) as conversion:
@@ -194,7 +195,7 @@ class _Folder:
         if self.root.exists() and not self.root.is_dir():
             raise UsageError(f"{self.root} is a file", "give a folder that is new, or of an earlier pull")
         known = source(self.root).get("repository") == self.repo.name
-        if not known and self.root.is_dir() and any(self.root.iterdir()):
+        if not known and self.root.is_dir() and any(file.name != MARK for file in self.root.iterdir()):
             raise UsageError(
                 f"{self.root} holds something else than an earlier pull of {self.repo.name}", "give another folder"
             )
@@ -216,6 +217,14 @@ class _Folder:
         for cut in (self.root / MARK).glob("*.incomplete"):
             cut.unlink()  # of a commit that is not wanted any more
         return self.root
+
+
+def _alike(files: list[File]) -> list[list[File]]:
+    """Put files with the same content together: what is cut of them is the same, and has room for one writer."""
+    groups = defaultdict[str, list[File]](list)
+    for file in files:
+        groups[file.digest].append(file)
+    return list(groups.values())
 
 
 def source(folder: Path) -> dict[str, str]:

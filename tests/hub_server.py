@@ -15,10 +15,39 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import checkpoints
+from safetensors.torch import save_file
+
 LARGE = 4096
 """Bytes from which a file is one of Git LFS, and comes from the content network."""
 
 TOKEN = "hf_right"
+
+NAME = "org/name"
+SHARDS = [f"model-0000{i}-of-000004.safetensors" for i in (1, 2, 3)]
+NEEDED = {*SHARDS, "config.json", "generation_config.json", "tokenizer_config.json", "tiktoken.model", "LICENSE"}
+NEEDED |= {"model.safetensors.index.json"}
+
+
+def example(folder):
+    """A small Kimi K3 in three shards with a fourth of vision, and what else lies in a repository: content by name."""
+    c = checkpoints.config()
+    checkpoints.write(folder, c, checkpoints.tensors(c), shards=3)
+    index = folder / "model.safetensors.index.json"
+    text = index.read_text(encoding="utf-8").replace("of-000003", "of-000004")
+    told = json.loads(text)
+    told["weight_map"] |= {"vision_tower.a.weight": "model-00004-of-000004.safetensors"}
+    index.write_text(json.dumps(told), encoding="utf-8")
+    for name in SHARDS:
+        (folder / name.replace("of-000004", "of-000003")).rename(folder / name)
+    vision = {"vision_tower.a.weight": checkpoints.random("vision", 40, 50)}
+    save_file(vision, folder / "model-00004-of-000004.safetensors")
+    (folder / "tiktoken.model").write_bytes(b"aGk= 0\n" * 900)
+    for name in ("tokenizer_config.json", "generation_config.json"):
+        (folder / name).write_text(json.dumps({"name": name}), encoding="utf-8")
+    for name in ("LICENSE", "README.md", "modeling_kimi.py", "figure.png", "pytorch_model.bin.index.json"):
+        (folder / name).write_text(name, encoding="utf-8")
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
 @dataclass
