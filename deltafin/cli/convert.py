@@ -60,6 +60,7 @@ def transfer(what: str) -> Iterator[Callable[[int, int], None]]:
     Yields what is called with bytes done and in all.
     """
     from rich.console import Console
+    from rich.filesize import decimal
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     if not sys.stderr.isatty():
@@ -69,7 +70,7 @@ def transfer(what: str) -> Iterator[Callable[[int, int], None]]:
             nonlocal shown
             if (tenth := 10 * done // max(1, total)) > shown:
                 shown = tenth
-                click.echo(f"{what}: {done / 1e9:.2f} of {total / 1e9:.2f} GB", err=True)
+                click.echo(f"{what}: {decimal(done)} of {decimal(total)}", err=True)
 
         yield line
         return

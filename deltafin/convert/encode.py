@@ -14,8 +14,8 @@ from deltafin.quant import BLOCK, GROUP, MXFP4, Int8
 
 Read = Callable[[str, int, memoryview], None]
 """Fill a buffer with the bytes of a stored tensor, from one of them on."""
-Write = Callable[[int, int, memoryview], None]
-"""Put bytes at a place of a file of the store: number of the file, place, bytes."""
+Write = Callable[[int, memoryview], None]
+"""Put bytes at a place of the job's file."""
 
 MOVED = 1 << 20
 """Bytes that are moved at a time: they stay in the processor's cache while they are looked at."""
@@ -66,7 +66,7 @@ def _move(job: Job, read: Read, write: Write) -> None:
         piece = buffer[: min(MOVED, size - start)]
         read(name, start, piece.numpy().data)
         _check(name, piece.view(dtype))
-        write(job.file, place + start, piece.numpy().data)
+        write(place + start, piece.numpy().data)
 
 
 def _made(job: Job, entries: Mapping[str, Entry], read: Read) -> Tensor:
@@ -109,12 +109,12 @@ def _encode(job: Job, part: Tensor, start: int, write: Write) -> tuple[float, fl
         places = job.outputs[0] + start // 2, job.outputs[1] + start // GROUP
     else:
         plain = part.to(DTYPES[job.target.format])
-        write(job.file, job.outputs[0] + start * plain.element_size(), _bytes(plain))
+        write(job.outputs[0] + start * plain.element_size(), _bytes(plain))
         if job.encodes and not bool(torch.isfinite(plain).all()):
             raise CheckpointError(f"{job.inputs[0]} has values that bfloat16 cannot hold", "keep it as it is stored")
         return _squares(part, plain) if job.encodes else (0.0, 0.0)
     for place, tensor in zip(places, (packed.codes, packed.scales), strict=True):
-        write(job.file, place, _bytes(tensor))
+        write(place, _bytes(tensor))
     return _squares(part, packed.unpack(torch.float32).flatten())
 
 

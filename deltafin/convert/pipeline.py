@@ -1,7 +1,6 @@
 """Write a store, shard by shard, so that it can be stopped at any moment and gone on with."""
 
 import contextlib
-import io
 import json
 import math
 import os
@@ -9,13 +8,14 @@ import re
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
 import deltafin
 from deltafin.config import to_json
 from deltafin.convert import encode
-from deltafin.convert.files import Source, open_raw, put, reserve, sync, write_whole, writing
+from deltafin.convert.files import Source, Target, open_raw, put, reserve, sync, write_out, write_whole, writing
 from deltafin.convert.plan import Plan, Task
 from deltafin.errors import CheckpointError, StorageError, UsageError
 from deltafin.layout import Layout
@@ -28,6 +28,9 @@ except ImportError:  # Windows: two conversions to one place are not kept apart
     fcntl = None
 
 Progress = Callable[[int, int], None]
+
+WORKERS = 2
+"""Threads that convert: while one waits for the disk, the other copies."""
 
 EXTRAS = ("config.json", "generation_config.json", "tokenizer_config.json", "tiktoken.model")
 """Files that vocabulary, chat format and stop ids are read from."""
@@ -74,7 +77,6 @@ class Conversion:
         self._tasks: dict[int, dict[str, Any]] = {}
         self._jobs: dict[tuple[int, int], Sequence[float]] = {}
         self._kept: set[str] = set()
-        self._files: list[io.FileIO] = []
         with contextlib.ExitStack() as stack:
             with writing(self.folder):
                 self._begin(list(stamps), stack)
@@ -95,11 +97,20 @@ class Conversion:
 
         What is made of two shards is made when the second comes; until then the first one's part is kept aside.
         """
-        kept = {name: self._aside(name) for name in self._kept}
-        with writing(self.folder), Source(self.layout.entries, {shard: path}, kept) as source:
-            for number in self.plan.by_shard.get(shard, ()):
-                if self._wants(number, shard):
-                    self._take(number, shard, source)
+        todo = [number for number in self.plan.by_shard.get(shard, ()) if number not in self._tasks]
+        alone = [number for number in todo if number not in self.plan.spread]
+        with writing(self.folder):
+            with ThreadPoolExecutor(WORKERS) as pool:
+                try:
+                    for record in pool.map(lambda number: self._whole(number, shard, path), alone):
+                        self._finished(record)
+                finally:  # stopped, or broken: what has not begun need not
+                    pool.shutdown(cancel_futures=True)
+            for number in todo:
+                if number not in self._tasks:
+                    self._part(number, shard, path)
+            for file in {unit.file for number in todo for unit in self.plan.tasks[number].units}:
+                write_out(self._store / self.plan.files[file].name)
 
     def finish(self) -> dict[str, float]:
         """Publish the store as DEST; return the relative error of each kind of tensor that was re-encoded."""
@@ -107,7 +118,7 @@ class Conversion:
         if missing:
             raise UsageError(f"{', '.join(map(str, missing))} were not taken", "take every shard that is needed")
         with writing(self.folder):
-            recorded = self._close_files()
+            recorded = self._seal()
             for path in self.extras:
                 try:
                     content = path.read_bytes()
@@ -121,7 +132,7 @@ class Conversion:
                 self.dest.rmdir()  # an empty one: else it was refused
             os.rename(self._store, self.dest)
             sync(self.dest.parent)
-            shutil.rmtree(self.folder)
+        shutil.rmtree(self.folder, ignore_errors=True)
         self._progress(self.size, self.size)
         done = ((self.plan.tasks[number], self._tasks[number]["errors"]) for number in sorted(self._tasks))
         return relative_errors(done, self.plan)
@@ -152,7 +163,7 @@ class Conversion:
                 raise UsageError(f"another process is writing {self.folder}", "wait until it is done") from error
         changed = {i for i, (old, new) in enumerate(zip(known["stamps"], stamps, strict=True)) if old != new}
         records = self._records()
-        self._reserve(stack)
+        self._reserve()
         self._journal = stack.enter_context(open_raw(self.folder / "journal", "ab"))
         good = [record for record in records if self._holds(record, changed)]
         self._journal.truncate(0)
@@ -175,7 +186,7 @@ class Conversion:
                 break
         return records
 
-    def _reserve(self, stack: contextlib.ExitStack) -> None:
+    def _reserve(self) -> None:
         self._store.mkdir(exist_ok=True)
         self._waiting.mkdir(exist_ok=True)
         paths = [self._store / file.name for file in self.plan.files]
@@ -187,8 +198,7 @@ class Conversion:
                 "make room, or choose a place on another disk",
             )
         for path, file in zip(paths, self.plan.files, strict=True):
-            self._files.append(stack.enter_context(open_raw(path, "rb+" if path.exists() else "wb+")))
-            reserve(self._files[-1], file.size)
+            reserve(path, file.size)
 
     def _holds(self, record: dict[str, Any], changed: set[int]) -> bool:
         """Whether what was noted is still there, and made of files that have not changed since; then remember it."""
@@ -242,38 +252,43 @@ class Conversion:
             for name in job.inputs
         )
 
-    def _take(self, number: int, shard: int, source: Source) -> None:
+    def _whole(self, number: int, shard: int, path: Path) -> dict[str, Any]:
+        """Do a task that needs one shard alone. Runs in several threads at once, so nothing of ours is changed."""
         task = self.plan.tasks[number]
+        with Source(self.layout.entries, {shard: path}, {}) as source, self._target(task) as target:
+            errors = [encode.run(job, self.layout.entries, source.read, target.write) for job in self.plan.jobs(task)]
+            return {"task": number, "errors": errors, "digests": target.digests()}
+
+    def _part(self, number: int, shard: int, path: Path) -> None:
+        """Do of a task what this shard and what was kept of others allow; keep the rest."""
+        task, kept = self.plan.tasks[number], {name: self._aside(name) for name in self._kept}
         jobs = list(self.plan.jobs(task))
-        alone = all(self.layout.entries[name].file == shard for job in jobs for name in job.inputs)
-        for j, job in enumerate(jobs):
-            elsewhere = [name for name in job.inputs if self.layout.entries[name].file != shard]
-            if (number, j) in self._jobs or len(elsewhere) == len(job.inputs):
-                continue
-            if not self._kept.issuperset(elsewhere):
-                for name in set(job.inputs) - set(elsewhere) - self._kept:
-                    self._keep(name, source)
-                continue
-            errors = encode.run(job, self.layout.entries, source.read, self._write)
-            if alone:
-                self._jobs[number, j] = errors
-            else:
-                self._finished({"task": number, "job": j, "errors": errors})
+        with Source(self.layout.entries, {shard: path}, kept) as source, self._target(task) as target:
+            for j, job in enumerate(jobs):
+                here = {name for name in job.inputs if self.layout.entries[name].file == shard}
+                if (number, j) in self._jobs or not here:
+                    continue
+                if self._kept.issuperset(set(job.inputs) - here):
+                    errors = encode.run(job, self.layout.entries, source.read, target.write)
+                    self._finished({"task": number, "job": j, "errors": errors})
+                else:
+                    for name in here - self._kept:
+                        self._keep(name, source)
         if all((number, j) in self._jobs for j in range(len(jobs))):
             self._finished({"task": number, "errors": [self._jobs.pop((number, j)) for j in range(len(jobs))]})
             for name in self._kept.intersection(name for job in jobs for name in job.inputs):
                 self._aside(name).unlink(missing_ok=True)
                 self._kept.remove(name)
 
+    def _target(self, task: Task) -> Target:
+        return Target(self._store / self.plan.files[task.units[0].file].name, task.units)
+
     def _finished(self, record: dict[str, Any]) -> None:
-        """Note what is done with the checksums of what was written, so that a later run can find it."""
-        record["digests"] = self._digests(self._made(record)[1])
+        """Note what is done with its checksums, those of what passed by or of what is read, for a later run to find."""
+        if not record.get("digests"):
+            record["digests"] = self._digests(self._made(record)[1])
         self._note(record)
         self._remember(record)
-
-    def _write(self, file: int, place: int, data: memoryview) -> None:
-        self._files[file].seek(place)
-        put(self._files[file], data)
 
     def _keep(self, name: str, source: Source) -> None:
         """Keep a tensor aside until the shard comes that has the rest of what it becomes."""
@@ -290,19 +305,19 @@ class Conversion:
 
     # The end
 
-    def _close_files(self) -> dict[str, dict[str, Any]]:
+    def _seal(self) -> dict[str, dict[str, Any]]:
         """Write headers and tables of checksums, make all of it last; return sizes and checksums by name."""
         tables: list[list[tuple[int, bytes]]] = [[] for _ in self.plan.files]
         for number, record in self._tasks.items():
             for unit, digest in zip(self.plan.tasks[number].units, record["digests"], strict=True):
                 tables[unit.file].append((unit.start, bytes.fromhex(digest)))
         recorded = dict[str, dict[str, Any]]()
-        for i, (planned, file) in enumerate(zip(self.plan.files, self._files, strict=True)):
-            table = b"".join(digest for _, digest in sorted(tables[i]))
-            self._write(i, planned.table, memoryview(table))
-            self._write(i, 0, memoryview(planned.header))
-            os.fsync(file.fileno())
-            file.close()
+        for planned, sums in zip(self.plan.files, tables, strict=True):
+            table = b"".join(digest for _, digest in sorted(sums))
+            with Target(self._store / planned.name, ()) as target:
+                target.write(planned.table, memoryview(table))
+                target.write(0, memoryview(planned.header))
+                target.sync()
             recorded[planned.name] = {"bytes": planned.size, "checksum": checksum(planned.header, table).hex()}
         return recorded
 
@@ -365,7 +380,7 @@ def _compare(
         source = stack.enter_context(Source(layout.entries, shards, {}))
         name = ""
 
-        def hold(file: int, place: int, data: memoryview) -> None:
+        def hold(place: int, data: memoryview) -> None:
             stored.seek(place)
             if stored.read(len(data)) != data:
                 raise _differs(dest, name)
@@ -395,8 +410,10 @@ def relative_errors(done: Iterable[tuple[Task, Sequence[Sequence[float]]]], plan
     """Return, by kind, the norm of the error over the norm of the values of all that was re-encoded."""
     lost, total = defaultdict[str, float](float), defaultdict[str, float](float)
     for task, sums in done:
+        if not any(values for _, values in sums):
+            continue
         for job, (error, values) in zip(plan.jobs(task), sums, strict=True):
-            if job.encodes:
+            if values:
                 lost[job.kind] += error
                 total[job.kind] += values
     return {kind: math.sqrt(error / total[kind]) if error else 0.0 for kind, error in lost.items()}

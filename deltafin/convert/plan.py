@@ -121,10 +121,14 @@ class Plan:
             self._plan_experts(layer)
         self.size = sum(file.size for file in self.files)
         found: dict[int, list[tuple[int, int]]] = {}
+        self.spread = set[int]()
+        """The tasks that need more than one source file."""
         for number, task in enumerate(self.tasks):
             first: dict[int, int] = {}
             for e in (layout.entries[name] for job in self.jobs(task) for name in job.inputs):
                 first[e.file] = min(e.start, first.get(e.file, e.start))
+            if len(first) > 1:
+                self.spread.add(number)
             for file, start in first.items():
                 found.setdefault(file, []).append((start, number))
         self.by_shard = {file: [number for _, number in sorted(tasks)] for file, tasks in found.items()}
