@@ -95,6 +95,7 @@ class HubServer:
             handler = type("Handler", (_Handler,), {"hub": self, "server_name": name})
             server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
             server.daemon_threads = True
+            server.handle_error = lambda *_: None  # a client that was killed
             self.servers[name] = server
         self.url, self.cdn = (f"http://127.0.0.1:{self.servers[s].server_port}" for s in ("hub", "cdn"))
         self.threads = [threading.Thread(target=s.serve_forever, args=(0.02,)) for s in self.servers.values()]
