@@ -86,10 +86,10 @@ class Repository:
             headers["Authorization"] = f"Bearer {token}"  # dropped by a redirect to another server
         try:
             self._client = httpx2.Client(headers=headers, follow_redirects=True, timeout=15)
-        except (ImportError, ValueError, httpx2.InvalidURL) as error:
+        except (ImportError, ValueError, OSError, httpx2.InvalidURL) as error:
             raise HubError(
-                f"the proxy that the environment names cannot be used: {error}",
-                "HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY choose one",
+                f"proxy, certificates or token that the environment names cannot be used: {error}",
+                "look at HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, NO_PROXY, SSL_CERT_FILE and HF_TOKEN",
             ) from error
         try:
             self._list()
@@ -119,7 +119,10 @@ class Repository:
             raise HubError(f"{self.endpoint} names {self.commit!r} as commit of {self.name}", "is this a hub?")
 
     def _json(self, url: str, params: Mapping[str, str]) -> Any:
-        answer = self._client.get(url, params=params)
+        try:
+            answer = self._client.get(url, params=params)
+        except httpx2.InvalidURL as error:
+            raise HubError(f"{self.endpoint} is no address ({error})", "HF_ENDPOINT names the hub") from error
         self._check(answer)
         try:
             return answer.json()
@@ -184,7 +187,7 @@ class Repository:
                         if at == stop:
                             return
                 error: Exception = HubError(f"{self.endpoint} ends {file.name} at byte {at} of {file.size}")
-            except (_Busy, httpx2.TransportError) as failed:
+            except (_Busy, httpx2.RequestError) as failed:
                 error = failed
             tries = 0 if at > before else tries + 1
             self._wait(error, tries, WAITS)
@@ -229,7 +232,7 @@ class Repository:
         for tries in range(1, len(waits) + 2):
             try:
                 return ask()
-            except (_Busy, httpx2.TransportError) as error:
+            except (_Busy, httpx2.RequestError) as error:
                 self._wait(error, tries, waits)
         raise AssertionError("waiting raises after the last try")
 

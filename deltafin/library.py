@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deltafin import families
-from deltafin.errors import CheckpointError, DeltafinError, UsageError
+from deltafin.errors import CheckpointError, DeltafinError, StorageError, UsageError
 from deltafin.headers import read_json
 from deltafin.layout import INDEX, shards
 from deltafin.store import MODEL, is_store
@@ -61,10 +61,10 @@ def store(repository: str) -> Path:
 
 def title(path: Path) -> str:
     """Return the name of a model by its folder: ``org/name`` where it was pulled, else the folder's own."""
-    path = path.resolve()
+    path = path.absolute()
     if path.parent.name == "snapshots" and path.parents[1].name.startswith("models--"):
         return path.parents[1].name.removeprefix("models--").replace("--", "/")
-    return path.name.replace("--", "/") if path.parent == stores_folder().resolve() else path.name
+    return path.name.replace("--", "/") if path.parent == stores_folder().absolute() else path.resolve().name
 
 
 def find(name: str) -> Path:
@@ -185,13 +185,18 @@ def remove(models: Collection[Stored]) -> None:
     ours = {model.path for model in stored()}
     if strange := [model for model in models if model.path not in ours]:
         raise CheckpointError(f"{strange[0].path} is not a model that was pulled")
-    commits = [model.revision for model in models if model.path.parent.name == "snapshots" and model.revision]
-    if commits:
+    snapshots = [model for model in models if model.path.parent.name == "snapshots"]
+    try:
+        for model in snapshots:
+            for cut in model.path.parents[1].glob("blobs/*.incomplete") if model.kind == "part" else ():
+                cut.unlink()
+        if snapshots:
+            commits = [model.path.name for model in snapshots]
+            scan_cache_dir(cache_folder()).delete_revisions(*commits).execute()
         for model in models:
-            if model.kind == "part" and model.path.parent.name == "snapshots":
-                for cut in model.path.parents[1].glob("blobs/*.incomplete"):
-                    cut.unlink()
-        scan_cache_dir(cache_folder()).delete_revisions(*commits).execute()
-    for model in models:
-        if model.path.parent == stores_folder().absolute():
-            shutil.rmtree(model.path)
+            if model not in snapshots:
+                model.path.unlink() if model.path.is_symlink() else shutil.rmtree(model.path)
+    except OSError as error:
+        raise StorageError(f"{error.filename} cannot be removed ({error.strerror})") from error
+    if left := [model for model in models if model.path.exists()]:
+        raise StorageError(f"{left[0].path} cannot be removed", "may you write there?")

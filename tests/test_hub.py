@@ -188,9 +188,26 @@ def test_a_server_that_is_no_hub_is_told_from_one(hub, monkeypatch, body):
         remote_headers(NAME)
 
 
-def test_a_proxy_that_cannot_be_used_is_an_error_of_ours(hub, monkeypatch):
-    monkeypatch.setenv("HTTP_PROXY", "gopher://127.0.0.1:1")
-    with pytest.raises(HubError, match="proxy"):
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("HTTP_PROXY", "gopher://127.0.0.1:1", "proxy, certificates or token"),
+        ("SSL_CERT_FILE", "/nowhere/certificates.pem", "proxy, certificates or token"),
+        ("HF_TOKEN", "hf_naïve", "proxy, certificates or token"),
+        ("HF_ENDPOINT", "http://[::1", "is no address"),
+        ("HF_ENDPOINT", "huggingface.co", "huggingface.co cannot be reached"),
+    ],
+)
+def test_an_environment_that_cannot_be_used_is_an_error_of_ours(hub, monkeypatch, name, value, message):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(HubError, match=re.escape(message)):
+        remote_headers(NAME)
+
+
+def test_a_redirect_without_end_is_an_error_of_ours(hub, published):
+    hub.publish(NAME, published)
+    hub.faults["config.json"] = [("status", 302, {"Location": f"/{NAME}/resolve/main/config.json"})] * 100
+    with pytest.raises(HubError, match="cannot be reached"):
         remote_headers(NAME)
 
 

@@ -273,3 +273,24 @@ def test_what_changed_since_it_was_listed_is_not_removed(files, tmp_path):
     with pytest.raises(DeltafinError, match="is not a model that was pulled"):
         library.remove([moved])
     assert tmp_path.exists()
+
+
+def test_a_store_that_is_a_link_is_removed_as_a_link(stored, tmp_path):
+    elsewhere = tmp_path / "another disk"
+    stored.rename(elsewhere)
+    stored.symlink_to(elsewhere)
+    assert deltafin.load(NAME, backend="reference").name == NAME
+    assert run("remove", NAME, "--yes").exit_code == 0
+    assert not stored.is_symlink()
+    assert (elsewhere / "model.json").exists()
+
+
+def test_what_cannot_be_removed_is_said(files, stored, monkeypatch):
+    def refuse(path, *_, **__):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    result = run("remove", NAME, "--yes")
+    assert (result.exit_code, "cannot be removed (Permission denied)" in result.stderr) == (1, True)
+    shutil.copytree(stored, stored.with_name("kept"))
+    monkeypatch.undo()

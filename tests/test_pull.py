@@ -89,9 +89,10 @@ def test_other_tools_find_what_was_pulled(hub, published, monkeypatch):
     assert Path(snapshot_download(NAME, revision=commit, cache_dir=cache, local_files_only=True)) == path
 
 
-def test_what_other_tools_have_fetched_is_checked_and_used(hub, published):
-    from huggingface_hub import hf_hub_download
+def test_what_other_tools_have_fetched_is_checked_and_used(hub, published, monkeypatch):
+    from huggingface_hub import constants, hf_hub_download
 
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # read when it was imported, perhaps by another test
     hub.publish(NAME, published)
     for name in SHARDS[:2]:
         hf_hub_download(NAME, name, cache_dir=library.cache_folder(), endpoint=hub.url)
@@ -146,6 +147,11 @@ def test_files_with_the_same_content_are_all_there(hub, published, dest):
     hub.publish(NAME, files)
     path = pull(NAME, dest)
     assert tree(path) == {n: c for n, c in files.items() if n in {*NEEDED, "a.json", "b.json", "NOTICE"}}
+
+
+def test_an_empty_file_is_pulled(hub, published, dest):
+    hub.publish(NAME, published | {"NOTICE": b""})
+    assert tree(pull(NAME, dest)) == needed(published) | {"NOTICE": b""}
 
 
 def test_a_single_file_without_an_index_is_pulled(hub, tmp_path):
