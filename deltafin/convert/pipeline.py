@@ -68,7 +68,7 @@ class Conversion:
         self.about = _about(self.plan, experts, resident, source)
         self.extras = extras
         self.dest = dest.resolve()
-        self.folder = self.dest.with_name(f"{self.dest.name}.partial")
+        self.folder = _partial(self.dest)
         self.size = self.plan.size
         """Bytes that the finished store's weights take: reserved on the disk before the first is written."""
         self.done = 0
@@ -161,7 +161,7 @@ class Conversion:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise UsageError(f"another process is writing {self.folder}", "wait until it is done") from error
-        if not plan_file.exists():  # first of all: without it the rest would not be known as ours
+        if not plan_file.exists():
             write_whole(plan_file, json.dumps(known).encode())
         changed = {i for i, (old, new) in enumerate(zip(known["stamps"], stamps, strict=True)) if old != new}
         records = self._records()
@@ -362,7 +362,11 @@ def convert(
     extras += sorted(path for path in source.glob("LICEN[CS]E*") if path.is_file())
     options: dict[str, Any] = {"experts": experts, "resident": resident, "source": _origin(source)}
     if is_store(target):
-        return _compare(layout, target, extras, options, progress or (lambda done, total: None))
+        errors = _compare(layout, target, extras, options, progress or (lambda done, total: None))
+        left = _partial(target)
+        if (left / "plan.json").exists() and not (left / "store").exists():  # stopped right after it was published
+            shutil.rmtree(left, ignore_errors=True)
+        return errors
     stamps = [_stamp(file) for file in layout.files]
     with Conversion(layout, target, stamps, **options, extras=extras, progress=progress) as conversion:
         for i, file in enumerate(layout.files):
@@ -448,6 +452,10 @@ def _origin(source: Path) -> tuple[str | None, str | None]:
     """Return repository and revision, where the folder is in a cache of the hub."""
     found = re.fullmatch(r".*/models--([^/]+)/snapshots/([^/]+)", source.absolute().as_posix())
     return (found[1].replace("--", "/"), found[2]) if found else (None, None)
+
+
+def _partial(dest: Path) -> Path:
+    return dest.with_name(f"{dest.name}.partial")
 
 
 def _stamp(file: str) -> str:
