@@ -35,6 +35,9 @@ FRONT = 1 << 17
 WAITS = (0.5, 1, 2, 4, 8, 16)
 """Seconds to wait before each further try without a byte of progress; then the hub counts as unreachable."""
 
+TIMEOUT = 10
+"""Seconds without a byte after which a connection is given up, and another one tried."""
+
 LONGEST_WAIT = 300
 """Seconds that a hub which asks for patience is waited for."""
 
@@ -85,7 +88,7 @@ class Repository:
         if token := get_token():
             headers["Authorization"] = f"Bearer {token}"  # dropped by a redirect to another server
         try:
-            self._client = httpx2.Client(headers=headers, follow_redirects=True, timeout=15)
+            self._client = httpx2.Client(headers=headers, follow_redirects=True, timeout=TIMEOUT)
         except (ImportError, ValueError, OSError, httpx2.InvalidURL) as error:
             raise HubError(
                 f"proxy, certificates or token that the environment names cannot be used: {error}",
