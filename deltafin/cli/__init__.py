@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from deltafin import __version__
-from deltafin.cli import commands
+from deltafin.cli import commands, plan
 from deltafin.cli.text import plain
 from deltafin.errors import DeltafinError
 
@@ -49,5 +49,8 @@ def main() -> None:
     """
 
 
-for command in (commands.chat, commands.run, commands.info, commands.verify, commands.evaluate, commands.bench):
+for command in (
+    *(commands.chat, commands.run, commands.info, commands.verify, commands.evaluate, commands.bench),
+    *(plan.plan, plan.doctor),
+):
     main.add_command(command)
