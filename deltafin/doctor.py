@@ -62,6 +62,8 @@ def checks(model: Path | None = None, measured: bool = False, progress: Progress
             yield from look()
         except DeltafinError as error:
             yield Check(name, "error", error.message, error.hint or "")
+        except ImportError as error:  # was an error above, as a package
+            yield Check(name, "warning", f"not looked at: {error}")
         except Exception as error:  # whatever is broken here, the rest is worth knowing
             yield Check(name, "error", f"{type(error).__name__}: {error}", "what it belongs to may be badly installed")
 
@@ -159,14 +161,20 @@ def _writable(folder: Path) -> bool:
 
 
 def _caches() -> Iterator[Check]:
-    folder = machine.cache_folder()
+    folder, wanted = machine.cache_folder(), next(machine.cache_homes())
+    if folder is None:
+        hint = "kernels are compiled at every start, and nothing that is measured is kept; make it writable"
+        yield Check("caches", "error", f"neither {wanted} nor the temporary folder can be written to", hint)
+        return
     free = shutil.disk_usage(folder).free
     text = f"{folder}, {free / 1e9:.1f} GB free on its disk"
-    if not folder.is_relative_to(tempfile.gettempdir()) or "XDG_CACHE_HOME" in os.environ:
-        yield Check("caches", "ok" if free > LITTLE else "warning", text, "" if free > LITTLE else "free some space")
+    if folder != wanted:
+        hint = "what is kept there is lost when temporary files are; make the first writable"
+        yield Check("caches", "warning", f"{wanted} cannot be written to, so it is {text}", hint)
+    elif free < LITTLE:
+        yield Check("caches", "warning", text, "free some space")
     else:
-        hint = "the home folder cannot be written to: what is kept there is lost when temporary files are"
-        yield Check("caches", "warning", text, hint)
+        yield Check("caches", "ok", text)
 
 
 def _kernels() -> Iterator[Check]:
@@ -202,7 +210,7 @@ def _size(folder: Path) -> int:
 def _disk(model: Path | None, again: bool, tell: Progress) -> Iterator[Check]:
     from deltafin import measure
 
-    path = model if model and model.exists() else machine.cache_folder()
+    path = model or machine.cache_folder() or Path(tempfile.gettempdir())
     found = measure.disk_of(path, measure.PIECES[1], again, tell)
     text = f"{found.gbs:.2f} GB/s at random places, {found.piece / 1e6:.1f} MB a read, {path}, measured {found.date}"
     if not found.direct:

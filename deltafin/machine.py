@@ -106,21 +106,24 @@ def _groups(root: Path) -> Iterator[tuple[str, int, int]]:
                 yield str(path), limit, used - files
 
 
-def cache_folder() -> Path:
-    """Return the folder for what can be made again; the temporary folder's where the user's cannot be written to."""
+def cache_homes() -> Iterator[Path]:
+    """Folders for what can be made again: the user's, and one among temporary files where that cannot be written to."""
     if sys.platform == "darwin":
         home = Path.home() / "Library" / "Caches"
     elif "LOCALAPPDATA" in os.environ:
         home = Path(os.environ["LOCALAPPDATA"])
     else:
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = home / "deltafin"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile("wb", dir=folder):
-            return folder
-    except OSError:
-        owner = str(os.getuid()) if hasattr(os, "getuid") else "cache"
-        folder = Path(tempfile.gettempdir()) / f"deltafin-{owner}" / "deltafin"
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
+    owner = str(os.getuid()) if hasattr(os, "getuid") else "cache"
+    for folder in (home, Path(tempfile.gettempdir()) / f"deltafin-{owner}"):
+        yield folder / "deltafin"
+
+
+def cache_folder() -> Path | None:
+    """Return the first of ``cache_homes`` that can be written to, made if need be; None where neither can."""
+    for folder in cache_homes():
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile("wb", dir=folder):
+                return folder
+    return None

@@ -148,88 +148,78 @@ def _median(once: Callable[[], float], seconds: float = 0.5) -> float:
 
 
 def disk(path: Path, piece: int, seconds: float = DISK_SECONDS) -> Disk:
-    """Read pieces at random places of the largest file in ``path``, or of one written there; return the speed.
+    """Read pieces at random places of the largest file of weights in a folder, or of one written there.
 
-    A file that is too small to say anything is passed over. Where the disk refuses reads past the page cache, the
-    system is asked to drop the file from it first, and ``direct`` is false. Raises ``UsageError`` when no file can
-    be read or written.
+    A file that is too small to say much is used only where none can be written. Where the disk refuses reads past the
+    page cache, the system is asked to drop the pieces from it first, and ``direct`` is false. Raises ``UsageError``
+    when there is nothing to read.
     """
+    weights = sorted((f for f in path.glob("*.safetensors") if f.is_file()), key=lambda f: f.stat().st_size)
     try:
-        largest = max(_files(path), key=lambda f: f.stat().st_size, default=None)
-        if largest is not None and largest.stat().st_size >= ARENA:
-            return _disk(largest, piece, seconds)
-        with tempfile.NamedTemporaryFile("wb", prefix=".deltafin-", dir=path if path.is_dir() else path.parent) as f:
-            block = random.Random(0).randbytes(1 << 20)  # no disk can store it as nothing
-            for _ in range(ARENA >> 20):
-                f.write(block)
+        if weights and weights[-1].stat().st_size >= ARENA:
+            return _disk(weights[-1], piece, seconds)
+        with tempfile.NamedTemporaryFile("wb", prefix=".deltafin-", dir=path) as f:
+            for _ in range(0, ARENA, 1 << 20):
+                f.write(random.randbytes(1 << 20))  # no disk can store it as less
             f.flush()
             os.fsync(f.fileno())
             return _disk(Path(f.name), piece, seconds)
     except OSError as error:
-        raise UsageError(f"the speed of the disk of {path} cannot be measured ({error})") from error
-
-
-def _files(path: Path) -> list[Path]:
-    return [f for f in path.glob("*.safetensors") if f.is_file()] if path.is_dir() else []
+        if weights:
+            return _disk(weights[-1], piece, seconds)
+        hint = "--machine takes a file that describes this machine"
+        raise UsageError(f"the speed of the disk of {path} cannot be measured ({error})", hint) from error
 
 
 def _disk(file: Path, piece: int, seconds: float) -> Disk:
-    unit = mmap.PAGESIZE
-    piece = min(piece, file.stat().st_size) // unit * unit
-    places = (file.stat().st_size - piece) // unit + 1
-    handle, direct = _open(file, piece)
-    if not direct and hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+    unit, flags = mmap.PAGESIZE, os.O_RDONLY | getattr(os, "O_BINARY", 0)
+    size = file.stat().st_size
+    piece = max(min(piece, size // 2) // unit * unit, unit)
+    past = flags | getattr(os, "O_DIRECT", 0) if _direct(file) else flags
+    direct = past != flags or sys.platform == "darwin"
     end = time.perf_counter() + seconds
 
     def read(seed: int) -> int:
         """Read until time is over, one piece at least; return how many bytes that were."""
         place, total = random.Random(seed), 0
-        with closing(mmap.mmap(-1, piece)) as buffer:  # begins on a page, as reads past the cache want it
+        # An anonymous map begins on a page, as reads past the cache want it.
+        with os.fdopen(os.open(file, past), "rb", buffering=0) as f, closing(mmap.mmap(-1, piece)) as buffer:
+            if sys.platform == "darwin":
+                import fcntl
+
+                fcntl.fcntl(f, fcntl.F_NOCACHE, 1)
             while not total or time.perf_counter() < end:
-                at = place.randrange(places) * unit
+                at = place.randrange(max(1, (size - piece) // unit + 1)) * unit
                 if not direct and hasattr(os, "posix_fadvise"):
-                    os.posix_fadvise(handle, at, piece, os.POSIX_FADV_DONTNEED)
-                total += os.preadv(handle, [buffer], at)
+                    os.posix_fadvise(f.fileno(), at, piece, os.POSIX_FADV_DONTNEED)
+                f.seek(at)
+                total += f.readinto(buffer)
         return total
 
-    try:
-        began = time.perf_counter()
-        with ThreadPoolExecutor(READERS) as readers:
-            total = sum(readers.map(read, range(READERS)))
-        taken = time.perf_counter() - began
-    finally:
-        os.close(handle)
-    return Disk(total / taken / 1e9, piece, direct, str(date.today()))
+    began = time.perf_counter()
+    with ThreadPoolExecutor(READERS) as readers:
+        total = sum(readers.map(read, range(READERS)))
+    return Disk(total / (time.perf_counter() - began) / 1e9, piece, direct, str(date.today()))
 
 
-def _open(file: Path, piece: int) -> tuple[int, bool]:
-    """Open a file for reading past the page cache if the system and its disk can do that; say whether they can."""
-    if hasattr(os, "O_DIRECT"):
-        with suppress(OSError):  # a file system in memory refuses
-            handle = os.open(file, os.O_RDONLY | os.O_DIRECT)
-            try:
-                with closing(mmap.mmap(-1, mmap.PAGESIZE)) as buffer:
-                    os.preadv(handle, [buffer], 0)
-                return handle, True
-            except OSError:
-                os.close(handle)
-    handle = os.open(file, os.O_RDONLY)
-    if sys.platform == "darwin":
-        import fcntl
-
-        fcntl.fcntl(handle, fcntl.F_NOCACHE, 1)
-        return handle, True
-    return handle, False
+def _direct(file: Path) -> bool:
+    """Whether a file can be read past the page cache; not every file system allows it."""
+    page = mmap.PAGESIZE
+    with suppress(OSError, AttributeError), closing(mmap.mmap(-1, page)) as buffer:  # not every system has the flag
+        with os.fdopen(os.open(file, os.O_RDONLY | os.O_DIRECT), "rb", buffering=0) as f:
+            f.readinto(buffer)
+        return True
+    return False
 
 
 # What is kept ------------------------------------------------------------------------------------------------------
 
 
-def kept() -> Path:
-    """Return the file that measurements of this machine are kept in; a home may be shared by several."""
+def kept() -> Path | None:
+    """Return the file that measurements of this machine are kept in, if any can be; a home may be shared by several."""
     name = hashlib.blake2b(f"{platform.node()} {machine.cores()}".encode(), digest_size=6).hexdigest()
-    return machine.cache_folder() / f"machine-{name}.json"
+    folder = machine.cache_folder()
+    return folder and folder / f"machine-{name}.json"
 
 
 def disk_of(path: Path, expert: int, again: bool = False, progress: Progress | None = None) -> Disk:
@@ -241,25 +231,25 @@ def disk_of(path: Path, expert: int, again: bool = False, progress: Progress | N
     while not folder.exists():
         folder = folder.parent
     piece = min(max(1 << max(expert - 1, 1).bit_length(), PIECES[0]), PIECES[1])
-    known = _read(kept())
+    known = _read()
     where = f"disk {folder.stat().st_dev} {piece}"
     if again or where not in known:
         if progress:
             progress("measuring the disk")
         known[where] = vars(disk(folder, piece))
-        _write(kept(), known)
+        _write(known)
     return Disk(**known[where])
 
 
 def measured(path: Path, expert: int, again: bool = False, progress: Progress | None = None) -> Measured:
     """Return this machine with the disk that ``path`` is on. Arguments: see ``disk_of``."""
-    threads, known = machine.threads(), _read(kept())
+    threads, known = machine.threads(), _read()
     if again or known.get("speed", {}).get("threads") != threads:
         if progress:
             progress("measuring memory and processor")
         speed = {"threads": threads, "ram_gbs": bandwidth(threads)[0], "cpu_gflops": products("cpu", threads)}
         known["speed"] = speed | {"gpu": gpu(), "date": str(date.today())}
-        _write(kept(), known)
+        _write(known)
     speed, found, memory = known["speed"], disk_of(path, expert, again, progress), machine.memory()
     device = dict(speed["gpu"] or {})
     name = device.pop("name", None)
@@ -276,21 +266,23 @@ def measured(path: Path, expert: int, again: bool = False, progress: Progress | 
     return Measured(have, notes)
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read() -> dict[str, Any]:
     """Return what was measured before; nothing when the file is missing or not ours."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        known = json.loads(file.read_text(encoding="utf-8"))
-        if known["format"] == FORMAT:
-            return known
+    if file := kept():
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            known = json.loads(file.read_text(encoding="utf-8"))
+            if known["format"] == FORMAT:
+                return known
     return {"format": FORMAT}
 
 
-def _write(file: Path, known: dict[str, Any]) -> None:
-    """Keep measurements, whole or not at all; a folder that cannot be written to only costs measuring again."""
-    with suppress(OSError):
-        handle, temporary = tempfile.mkstemp(prefix=".machine-", dir=file.parent)
-        with os.fdopen(handle, "w", encoding="utf-8") as f:
-            json.dump(known, f, indent=1)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(temporary, file)
+def _write(known: dict[str, Any]) -> None:
+    """Keep measurements, whole or not at all; where that is not possible, they are made again the next time."""
+    if file := kept():
+        with suppress(OSError):
+            handle, temporary = tempfile.mkstemp(prefix=".machine-", dir=file.parent)
+            with os.fdopen(handle, "w", encoding="utf-8") as f:
+                json.dump(known, f, indent=1)
+                f.flush()
+                os.fsync(f.fileno())
+            os.replace(temporary, file)

@@ -23,8 +23,10 @@ About a quarter of it are pages of libraries, which other processes of the same 
 DRIVER = 500_000_000
 """Bytes of a GPU's memory that its driver's context takes."""
 
-GPU, RAM, DISK = TIERS = ("gpu", "ram", "disk")
+TIERS: tuple[str, str, str] = ("gpu", "ram", "disk")
 """Where bytes can live, the fastest first."""
+
+GPU, RAM, DISK = TIERS
 
 UNITS = {"": 1} | {f"{p}{b}": 1000**i for i, p in enumerate("KMGT", 1) for b in ("", "B")}
 UNITS |= {f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)} | {"B": 1}
@@ -78,8 +80,9 @@ class Machine:
             odd = ", ".join(sorted(raw.keys() - known)) if isinstance(raw, dict) else ""
             what = f"has {odd}, which a machine has not" if odd else "does not describe a machine"
             raise UsageError(f"{path} {what}", f"it takes {needed}; and for a GPU {', '.join(sorted(known))}")
-        sizes = {name: bytes_of(raw[name]) for name in ("ram", "gpu") if name in raw}
-        return cls(**raw | sizes)
+        for name in raw.keys() & {"ram", "gpu"}:
+            raw[name] = bytes_of(raw[name])
+        return cls(**raw)
 
 
 @dataclass(frozen=True)
@@ -208,7 +211,7 @@ class Placement:
         for i, layer in enumerate(d.layers):
             tier = self.tier(i)
             weights, state, experts = moved(layer, self.context)
-            where = [
+            where: list[tuple[str, str, int, float]] = [
                 (names[0], GPU if tier == GPU else RAM, d.held(layer, self.context), state),
                 (names[1], tier, layer.weights, weights),
             ]
