@@ -465,7 +465,8 @@ def test_a_process_takes_no_more_than_was_planned(tmp_path, changes):
 
 def machine_file(tmp_path, **fields):
     file = tmp_path / "machine.json"
-    file.write_text(json.dumps({"ram": "8GB", "ram_gbs": 40, "disk_gbs": 2, "cpu_gflops": 500} | fields), "utf-8")
+    machine = {"ram": "8GB", "ram_gbs": 40, "disk_gbs": 2, "cpu_gflops": 500}
+    file.write_text(json.dumps(machine | fields), encoding="utf-8")
     return file
 
 
