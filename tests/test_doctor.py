@@ -406,3 +406,15 @@ def test_lines_fit_a_terminal(width):
 
 def test_a_text_cannot_steer_the_terminal():
     assert "\x1b" not in line(Check("gpu", "ok", "\x1b[31mred\nnew", "\x07"), 80)
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_measured():
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    device = measure.gpu()
+    assert device["name"]
+    assert 0 < device["gpu"] <= torch.cuda.get_device_properties(0).total_memory
+    assert all(device[name] > 0 for name in ("gpu_gbs", "gpu_gflops", "link_gbs"))
+    assert any(device["name"] in check.text for check in doctor._gpu())
