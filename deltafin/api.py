@@ -19,7 +19,8 @@ from deltafin.model.decoder import Decoder, forward
 from deltafin.reply import Piece
 from deltafin.sampling import Sampler
 from deltafin.session import PIECE, Session
-from deltafin.store import Snapshot
+from deltafin.snapshot import Snapshot
+from deltafin.store import Store, open_model
 from deltafin.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -77,7 +78,7 @@ def load(
         raise UsageError(
             f"there is no model folder {str(name_or_path)!r}", "give the folder of a Hugging Face snapshot, or nano"
         )
-    store = Snapshot(path)
+    store = open_model(path)
     if threads is None:
         threads = 1 if store.totals["bytes"] < SMALL else machine.threads()
     table = ops.REFERENCE if backend == "reference" else ops.ready("numba", threads, machine.cores(), progress)
@@ -90,7 +91,7 @@ class Model:
 
     def __init__(
         self,
-        store: Snapshot,
+        store: Snapshot | Store,
         table: ops.Ops,
         dtype: torch.dtype,
         resident: str = "keep",

@@ -4,7 +4,10 @@ Only the standard library is imported here. Each kind answers ``sizes()``: the l
 weights are written with (one key for the whole project, see ``docs/architecture.md``).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+from deltafin.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -158,3 +161,31 @@ class ModelConfig:
     def sizes(self) -> dict[str, int]:
         """Letters that are the same in every layer."""
         return {"Z": self.vocab, "D": self.width}
+
+
+KINDS: dict[str, type] = {
+    kind.__name__: kind for kind in (ModelConfig, Layer, KDA, MLA, MLP, MoE, SiLU, SiTU, Plain, AttentionResidual)
+}
+
+
+def to_json(value: Any) -> Any:
+    """Return a config as JSON has it: a dataclass becomes an object whose ``kind`` is its name."""
+    if is_dataclass(value):
+        return {"kind": type(value).__name__} | {f.name: to_json(getattr(value, f.name)) for f in fields(value)}
+    return [to_json(item) for item in value] if isinstance(value, tuple) else value  # type: ignore[reportUnknownVariableType]
+
+
+def from_json(value: Any) -> Any:
+    """Return what ``to_json`` was given; ``ConfigError`` for a kind, or a field of one, that is not known."""
+    if isinstance(value, list):
+        return tuple(from_json(item) for item in value)  # type: ignore[reportUnknownVariableType]
+    if not isinstance(value, dict):
+        return value
+    content: dict[str, Any] = {name: from_json(item) for name, item in value.items()}  # type: ignore[reportUnknownVariableType]
+    kind = content.pop("kind", None)
+    try:
+        return KINDS[kind](**content)
+    except (KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{kind!r} with {', '.join(content) or 'no fields'} is not a part of a model that is known"
+        ) from error

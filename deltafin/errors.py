@@ -39,3 +39,7 @@ class NumericsError(DeltafinError):
 
 class UsageError(DeltafinError):
     """An argument or option that cannot work."""
+
+
+class StorageError(DeltafinError):
+    """Something cannot be written: no space, no permission, a broken disk."""

@@ -15,7 +15,8 @@ from deltafin.experts import MappedExperts, PackedExperts
 from deltafin.model.decoder import Block, Decoder, Part, parts
 from deltafin.ops import Expert, Ops
 from deltafin.quant import GROUP, pack_int8, pack_mxfp4
-from deltafin.store import Snapshot
+from deltafin.snapshot import Snapshot
+from deltafin.store import Store
 from deltafin.weights import Weight, bind, matrices
 
 PACK = {"int8": pack_int8, "mxfp4": partial(pack_mxfp4, closest=True)}
@@ -25,8 +26,12 @@ EXACT = {"router"}
 small one in the result, but another expert. Of the resident bytes it has about a hundredth."""
 
 
+PACKED = {"MXFP4", "INT8"}
+"""Formats of experts that are not packed again when a model is opened."""
+
+
 def assemble(
-    store: Snapshot,
+    store: Snapshot | Store,
     ops: Ops,
     dtype: torch.dtype,
     resident: str = "keep",
@@ -56,7 +61,7 @@ def assemble(
     return Decoder(store.config, bound["edges"], blocks, dtype), saved
 
 
-def _bind(store: Snapshot, part: Part) -> Any:
+def _bind(store: Snapshot | Store, part: Part) -> Any:
     name = f"{part.prefix}.{{}}".format
     others = {}
     if isinstance(part.config, MoE):
@@ -71,7 +76,7 @@ def _bind(store: Snapshot, part: Part) -> Any:
     )
 
 
-def _packed(store: Snapshot, part: Part, weights: Any, resident: str, experts: str, saved: Counter[str]) -> Any:
+def _packed(store: Snapshot | Store, part: Part, weights: Any, resident: str, experts: str, saved: Counter[str]) -> Any:
     """Return ``weights`` with what is to be packed packed; each matrix's pages are given back as soon as it is."""
     packed: dict[str, Any] = {}
     for field in sorted(matrices(part.weights) - EXACT) if resident != "keep" else ():
@@ -81,13 +86,13 @@ def _packed(store: Snapshot, part: Part, weights: Any, resident: str, experts: s
             saved["resident"] += store.release(name) - packed[field].nbytes
     if isinstance(part.config, MoE) and experts != "keep":
         layer = int(part.prefix.split(".")[1])
-        if store.expert_formats[layer] != {"MXFP4"}:
+        if store.expert_formats[layer] - PACKED:
             held = [_expert(store, layer, x, experts, saved) for x in range(part.config.experts)]
             packed["experts"] = PackedExperts(held)
     return replace(weights, **packed)
 
 
-def _expert(store: Snapshot, layer: int, x: int, how: str, saved: Counter[str]) -> Expert:
+def _expert(store: Snapshot | Store, layer: int, x: int, how: str, saved: Counter[str]) -> Expert:
     stored, where = store.expert(layer, x), f"expert {x} of layer {layer} in {store.path}"
     packed = [_pack(w, how, where) if isinstance(w, Tensor) else w for w in stored]
     saved["experts"] += sum(w.nbytes for w in stored) - sum(w.nbytes for w in packed)

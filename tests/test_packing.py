@@ -15,7 +15,7 @@ from deltafin.model.decoder import forward
 from deltafin.ops import reference
 from deltafin.quant import MXFP4, Int8, pack_int8, pack_mxfp4
 from deltafin.session import Session
-from deltafin.store import Snapshot
+from deltafin.snapshot import Snapshot
 from deltafin.verify import compare
 from deltafin.weights import matrices
 

@@ -1,1 +1,5 @@
-"""Conversion of checkpoints to deltafin's own store; until it exists, snapshots run in place."""
+"""Conversion of a checkpoint to a store of our own: streamed, resumable, the same bytes however often stopped."""
+
+from deltafin.convert.pipeline import Conversion, convert
+
+__all__ = ["Conversion", "convert"]

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 import deltafin
 from deltafin.errors import CheckpointError, DeltafinError
 from deltafin.headers import read_header
-from deltafin.store import Snapshot
+from deltafin.snapshot import Snapshot
 
 IDS = list(range(20))
 
