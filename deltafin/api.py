@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from deltafin import machine, ops
+from deltafin import library, machine, ops
 from deltafin.chat import ChatFormat, chat_format
 from deltafin.config import KDA, ModelConfig, MoE
 from deltafin.errors import ChatError, UsageError
@@ -49,7 +49,10 @@ def load(
     experts: str = "keep",
     progress: Callable[[str], None] | None = None,
 ) -> "Model":
-    """Open a model: ``"nano"``, the one that ships with deltafin, or the folder of a Hugging Face snapshot.
+    """Open a model: ``"nano"``, the one that ships with deltafin, the folder of a Hugging Face snapshot, or a name.
+
+    A name is ``org/name`` or ``org/name@revision`` of a model that ``deltafin pull`` has fetched; nothing is asked
+    online.
 
     Weights are read in place and keep the precision they are stored in. ``dtype`` is the type of the activations:
     ``"float32"`` (default; exact for bfloat16 and MXFP4 weights up to the rounding of sums), ``"bfloat16"`` as the
@@ -75,9 +78,12 @@ def load(
         raise UsageError(f"threads {threads} is not supported", "use 1 or more")
     path = EMBEDDED if str(name_or_path) == "nano" else Path(name_or_path).expanduser()
     if not path.is_dir():
-        raise UsageError(
-            f"there is no model folder {str(name_or_path)!r}", "give the folder of a Hugging Face snapshot, or nano"
-        )
+        if library.split(str(name_or_path)) is None:
+            raise UsageError(
+                f"there is no model folder {str(name_or_path)!r}",
+                "give the folder of a Hugging Face snapshot, org/name of one that was pulled, or nano",
+            )
+        path = library.find(str(name_or_path))
     store = open_model(path)
     if threads is None:
         threads = 1 if store.totals["bytes"] < SMALL else machine.threads()
@@ -100,7 +106,7 @@ class Model:
     ) -> None:
         self._store = store
         self.path = store.path
-        self.name = "nano" if store.path == EMBEDDED else store.path.resolve().name
+        self.name = "nano" if store.path == EMBEDDED else library.title(store.path)
         self.config: ModelConfig = store.config
         self.decoder: Decoder
         self.decoder, self._saved = assemble(store, table, dtype, resident, experts, progress)

@@ -4,7 +4,6 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -16,7 +15,8 @@ from deltafin.model.decoder import Decoder, parts
 from deltafin.placement import Demand, LayerDemand
 from deltafin.quant import GROUP
 from deltafin.session import CHECKPOINTS, PIECE
-from deltafin.store import Snapshot
+from deltafin.snapshot import Snapshot
+from deltafin.store import Store
 from deltafin.weights import Weight, matrices, specs
 
 WIDENED = 1 << 19
@@ -102,12 +102,7 @@ def of_layout(layout: Layout, resident: str = "keep", experts: str = "keep", act
     )
 
 
-def opened(path: Path) -> Snapshot:
-    """Open the files of a model, whatever kind they are; raises as that does."""
-    return Snapshot(path)
-
-
-def of_files(files: Snapshot, resident: str = "keep", experts: str = "keep", activation: int = 4) -> Demand:
+def of_files(files: Snapshot | Store, resident: str = "keep", experts: str = "keep", activation: int = 4) -> Demand:
     """Return what a model asks for whose files are here; experts of one layer are taken to be alike."""
     embed, head = (files.read(f"edges.{name}") for name in ("embed", "head"))
     return demand(

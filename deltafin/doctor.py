@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from deltafin import __version__, machine
 from deltafin.errors import DeltafinError
@@ -239,9 +238,10 @@ def _hub() -> Iterator[Check]:
 
 def _model(path: Path | None) -> Iterator[Check]:
     from deltafin import demand, placement
+    from deltafin.store import open_model
 
     assert path is not None
-    opened: Any = demand.opened(path)
+    opened = open_model(path)
     need = demand.of_files(opened)
     text = f"{path.name}: {opened.config.family}, {need.weights / 1e9:.2f} GB of weights"
     free = machine.memory().available

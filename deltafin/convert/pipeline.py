@@ -161,6 +161,8 @@ class Conversion:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise UsageError(f"another process is writing {self.folder}", "wait until it is done") from error
+        if not plan_file.exists():  # first of all: without it the rest would not be known as ours
+            write_whole(plan_file, json.dumps(known).encode())
         changed = {i for i, (old, new) in enumerate(zip(known["stamps"], stamps, strict=True)) if old != new}
         records = self._records()
         self._reserve()
@@ -170,6 +172,9 @@ class Conversion:
         write_whole(plan_file, json.dumps({"identity": identity, "stamps": stamps}).encode())
         for record in good:
             self._note(record)
+        for number in {number for number, _ in self._jobs}:  # stopped between its last part and the whole
+            if number not in self._tasks:
+                self._join(number)
 
     def _identity(self) -> str:
         """What makes two conversions the same one: what goes where, made of what, by which version."""
@@ -274,6 +279,11 @@ class Conversion:
                 else:
                     for name in here - self._kept:
                         self._keep(name, source)
+        self._join(number)
+
+    def _join(self, number: int) -> None:
+        """Note a task of which every part is done, and drop what was kept for it."""
+        jobs = list(self.plan.jobs(self.plan.tasks[number]))
         if all((number, j) in self._jobs for j in range(len(jobs))):
             self._finished({"task": number, "errors": [self._jobs.pop((number, j)) for j in range(len(jobs))]})
             for name in self._kept.intersection(name for job in jobs for name in job.inputs):
