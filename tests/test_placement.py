@@ -304,6 +304,7 @@ def test_the_context_that_fits_is_the_longest(d, machine):
 
 @given(demands, machines, st.integers(1, 100))
 def test_a_longer_prompt_or_context_takes_longer(d, machine, context):
+    machine = replace(machine, gpu=0)  # what a longer context moves from a slow GPU to fast RAM may gain
     p, q = placed(d, machine, context), placed(d, machine, 2 * context)
     assume(q is not None and p is not None)
     assert q.tokens_per_second <= p.tokens_per_second * (1 + 1e-9)
