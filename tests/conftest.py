@@ -14,8 +14,9 @@ from deltafin import ops
 
 DATA = Path(__file__).parent / "data"
 
-hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, max_examples=30)
-hypothesis.settings.register_profile("search", deadline=None, max_examples=300)
+TIMELESS = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("fixed", derandomize=True, max_examples=30, **TIMELESS)
+hypothesis.settings.register_profile("search", max_examples=300, **TIMELESS)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 torch.set_num_threads(1)  # tests run in several processes

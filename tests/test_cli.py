@@ -88,7 +88,7 @@ def test_help_names_every_command():
     result = invoke("--help")
     assert result.exit_code == 0
     opening = ["chat", "run", "info", "convert", "verify", "eval", "bench"]
-    assert [*main.commands] == [*opening, "pull", "list", "remove"]
+    assert [*main.commands] == [*opening, "pull", "list", "remove", "plan", "doctor"]
     assert all(f"  {name} " in result.output for name in main.commands)
 
 

@@ -148,7 +148,7 @@ def _chunk(kind, q, latent, latent_stride, shared, shared_stride, rank, common, 
 
 @kernel()
 def _span(kind, q, latent, latent_stride, shared, shared_stride, rank, common, first, last, largest, mass, acc):
-    """Attend from some tiles of heads to positions first to last, chunk by chunk: all tiles meet one while it is near."""
+    """Attend from some tiles of heads to positions first to last, by chunks that all tiles meet in turn."""
     acc[:] = 0
     largest[:] = -np.inf
     mass[:] = 0
