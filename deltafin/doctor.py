@@ -224,11 +224,9 @@ def _disk(model: Path | None, again: bool, tell: Progress) -> Iterator[Check]:
 def _hub() -> Iterator[Check]:
     from huggingface_hub import get_token
 
-    from deltafin import library
-
     endpoint = os.environ.get("HF_ENDPOINT", "the default")
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
-    folder = library.cache_folder()
+    folder = machine.hub_folder()
     token = "is set" if get_token() else "is not set: gated models cannot be fetched"
     text = f"{folder}, endpoint {endpoint}{', offline' * offline}, a token {token}"
     if _writable(folder):

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from deltafin import families
+from deltafin import families, machine
 from deltafin.errors import CheckpointError, DeltafinError, StorageError, UsageError
 from deltafin.headers import read_json
 from deltafin.layout import INDEX, shards
@@ -18,13 +18,6 @@ NAME = re.compile(r"(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[^@\
 
 UNFINISHED = (".partial", ".pull")
 """What the folder of a store that is being made ends in, and that of files which it is made from."""
-
-
-def cache_folder() -> Path:
-    """Return the hub's cache, which other tools share; the environment says now where it is."""
-    home = os.getenv("HF_HOME") or os.path.join(os.getenv("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-    chosen = os.getenv("HF_HUB_CACHE") or os.getenv("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
-    return Path(os.path.expandvars(os.path.expanduser(chosen)))
 
 
 def stores_folder() -> Path:
@@ -51,7 +44,7 @@ def parse(name: str) -> tuple[str, str | None]:
 
 def cached(repository: str) -> Path:
     """Return where the hub's cache keeps a repository."""
-    return cache_folder() / f"models--{repository.replace('/', '--')}"
+    return machine.hub_folder() / f"models--{repository.replace('/', '--')}"
 
 
 def store(repository: str) -> Path:
@@ -138,9 +131,9 @@ def stored() -> list[Stored]:
 def _stored_snapshots() -> Iterator[Stored]:
     from huggingface_hub import scan_cache_dir
 
-    if not cache_folder().is_dir():
+    if not machine.hub_folder().is_dir():
         return
-    cache = scan_cache_dir(cache_folder())
+    cache = scan_cache_dir(machine.hub_folder())
     for repo in cache.repos:
         cut = sum(f.size_on_disk for f in cache.incomplete_files if f.file_path.is_relative_to(repo.repo_path))
         for revision in repo.revisions if repo.repo_type == "model" else ():
@@ -192,7 +185,7 @@ def remove(models: Collection[Stored]) -> None:
                 cut.unlink()
         if snapshots:
             commits = [model.path.name for model in snapshots]
-            scan_cache_dir(cache_folder()).delete_revisions(*commits).execute()
+            scan_cache_dir(machine.hub_folder()).delete_revisions(*commits).execute()
         for model in models:
             if model not in snapshots:
                 model.path.unlink() if model.path.is_symlink() else shutil.rmtree(model.path)

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from hub_server import NAME, NEEDED, SHARDS
 
 import deltafin
-from deltafin import library
+from deltafin import library, machine
 from deltafin.cli import main
 from deltafin.convert import convert
 from deltafin.errors import DeltafinError, UsageError
@@ -177,8 +177,8 @@ def test_models_are_listed_with_what_they_take(files, stored):
     cached(files, "org/part", TWO)
     (library.cached("org/part") / "snapshots" / TWO / SHARDS[0]).unlink()
     (library.cached("org/part") / "blobs" / "abc.incomplete").write_bytes(bytes(999))
-    (library.cache_folder() / "datasets--org--texts" / "snapshots" / ONE).mkdir(parents=True)
-    (library.cache_folder() / "something else").mkdir()
+    (machine.hub_folder() / "datasets--org--texts" / "snapshots" / ONE).mkdir(parents=True)
+    (machine.hub_folder() / "something else").mkdir()
     rows = json.loads(run("list", "--json").stdout)
     size = sum(map(len, files.values()))
     store = sum(file.stat().st_size for file in stored.iterdir())
@@ -258,11 +258,11 @@ def test_removing_frees_what_an_interrupted_pull_left(files):
 def test_nothing_that_is_not_listed_is_ever_removed(files, stored, name):
     cached(files)
     bert = cached({"config.json": b'{"model_type": "bert"}'}, "org/bert")
-    before = sorted(library.cache_folder().rglob("*")) + sorted(stored.rglob("*"))
+    before = sorted(machine.hub_folder().rglob("*")) + sorted(stored.rglob("*"))
     result = run("remove", name, "--yes")
     assert result.exit_code == 1
     assert "is not among the models that were pulled" in result.stderr
-    assert sorted(library.cache_folder().rglob("*")) + sorted(stored.rglob("*")) == before
+    assert sorted(machine.hub_folder().rglob("*")) + sorted(stored.rglob("*")) == before
     assert bert.exists()
 
 

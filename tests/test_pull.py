@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from hub_server import NAME, NEEDED, SHARDS, HubServer
 
 import deltafin
-from deltafin import library
+from deltafin import library, machine
 from deltafin.cli import main
 from deltafin.convert import Conversion, convert
 from deltafin.errors import CheckpointError, DeltafinError, HubError, StorageError, UsageError
@@ -82,7 +82,7 @@ def test_other_tools_find_what_was_pulled(hub, published, monkeypatch):
 
     commit = hub.publish(NAME, published)
     path = pull(NAME)
-    cache = library.cache_folder()
+    cache = machine.hub_folder()
     for name in NEEDED:
         found = hf_hub_download(NAME, name, cache_dir=cache, local_files_only=True)
         assert Path(found) == path / name
@@ -95,7 +95,7 @@ def test_what_other_tools_have_fetched_is_checked_and_used(hub, published, monke
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # read when it was imported, perhaps by another test
     hub.publish(NAME, published)
     for name in SHARDS[:2]:
-        hf_hub_download(NAME, name, cache_dir=library.cache_folder(), endpoint=hub.url)
+        hf_hub_download(NAME, name, cache_dir=machine.hub_folder(), endpoint=hub.url)
     hub.log.clear()
     assert tree(pull(NAME)) == needed(published)
     assert {a.path.split("/")[-1].partition("?")[0] for a in hub.asked()} == NEEDED - set(SHARDS[:2])
@@ -244,7 +244,7 @@ def test_no_file_lands_outside_of_its_folder(hub, published, dest, name):
     hub.publish(NAME, published | {"model.safetensors.index.json": json.dumps(index).encode(), name: b"x" * 9000})
     with pytest.raises(CheckpointError, match="would lie outside"):
         pull(NAME, dest)
-    assert not list((dest or library.cache_folder()).parent.rglob("*escaped*"))
+    assert not list((dest or machine.hub_folder()).parent.rglob("*escaped*"))
 
 
 # Room and places

@@ -117,7 +117,7 @@ def plan(
 
 def found(model: str, tell: Callable[[str], None]) -> tuple[Path, Callable[[str, str], "Demand"]]:
     """Return where a model is, or would be, and what gives its demand for a choice of packing."""
-    from deltafin import demand, library
+    from deltafin import demand, library, machine
     from deltafin.store import open_model
 
     if path := here(model):
@@ -127,7 +127,7 @@ def found(model: str, tell: Callable[[str], None]) -> tuple[Path, Callable[[str,
 
     tell(f"reading the headers of {model}")
     layout = remote_headers(*library.parse(model)).layout()
-    return library.cache_folder(), lambda resident, experts: demand.of_layout(layout, resident, experts)
+    return machine.hub_folder(), lambda resident, experts: demand.of_layout(layout, resident, experts)
 
 
 def here(model: str) -> Path | None:
