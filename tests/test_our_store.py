@@ -7,10 +7,12 @@ from pathlib import Path
 import checkpoints
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors import safe_open
 
 import deltafin
 from deltafin import store as stores
+from deltafin.cli import main
 from deltafin.config import from_json, to_json
 from deltafin.convert import convert
 from deltafin.errors import CheckpointError, ConfigError, SessionError
@@ -293,3 +295,28 @@ def test_what_a_store_has_packed_is_not_packed_again(tmp_path):
     assert isinstance(model._store.expert(1, 0).up, Int8)
     matrix = open_model(FOLDERS["linear"]).read("layers.0.mixer.q")
     assert torch.equal(model._store.read("layers.0.mixer.q").codes, pack_int8(matrix).codes)
+
+
+def test_info_says_what_a_store_is_and_where_it_comes_from(tmp_path):
+    hub = tmp_path / "models--org--name" / "snapshots" / "abc123"
+    shutil.copytree(FOLDERS["linear"], hub)
+    convert(hub, tmp_path / "kept")
+    convert(hub, tmp_path / "rounded", experts="int8", resident="bf16")
+    kept, rounded = (deltafin.load(tmp_path / name).info() for name in ("kept", "rounded"))
+    assert kept["stored as"] == "deltafin store, nothing re-encoded"
+    assert rounded["stored as"] == "deltafin store, converted with experts int8, resident bf16"
+    assert kept["source"] == rounded["source"] == "org/name at abc123"
+    assert rounded["expert weights"] == "INT8, as stored"
+    assert deltafin.load(FOLDERS["linear"]).info()["stored as"] == "Hugging Face snapshot"
+
+
+def test_verify_reads_every_byte_of_a_store_first(store, monkeypatch):
+    monkeypatch.setattr(stores, "SAMPLE", 0)
+    file = store / "experts-002.safetensors"
+    content = bytearray(file.read_bytes())
+    content[5000] ^= 1
+    file.write_bytes(content)
+    deltafin.load(store)
+    result = CliRunner().invoke(main, ["verify", str(store)])
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-2].startswith("error: expert 0 in ")

@@ -73,8 +73,8 @@ def writing(folder: Path) -> Iterator[None]:
         ) from error
 
 
-AHEAD = 32 << 20
-"""Bytes that the system is asked to read before they are needed, and to write before the end."""
+AHEAD = 8 << 20
+"""Bytes that the system is asked to read before they are needed."""
 
 
 def read_ahead(file: io.FileIO, start: int) -> None:
