@@ -36,8 +36,6 @@ SMALL = 100 << 20
 
 BACKENDS = ("auto", "numba", "reference")
 
-EMBEDDED = Path(__file__).parent / "nano"
-
 
 def load(
     name_or_path: str | Path = "nano",
@@ -76,15 +74,7 @@ def load(
             raise UsageError(f"{name} {value!r} is not supported", f"use {', '.join(supported)}")
     if threads is not None and threads < 1:
         raise UsageError(f"threads {threads} is not supported", "use 1 or more")
-    path = EMBEDDED if str(name_or_path) == "nano" else Path(name_or_path).expanduser()
-    if not path.is_dir():
-        if library.split(str(name_or_path)) is None:
-            raise UsageError(
-                f"there is no model folder {str(name_or_path)!r}",
-                "give the folder of a Hugging Face snapshot or a store, org/name of one that was pulled, or nano",
-            )
-        path = library.find(str(name_or_path))
-    store = open_model(path)
+    store = open_model(library.locate(name_or_path))
     if threads is None:
         threads = 1 if store.totals["bytes"] < SMALL else machine.threads()
     table = ops.REFERENCE if backend == "reference" else ops.ready("numba", threads, machine.cores(), progress)
@@ -106,7 +96,7 @@ class Model:
     ) -> None:
         self._store = store
         self.path = store.path
-        self.name = "nano" if store.path == EMBEDDED else library.title(store.path)
+        self.name = "nano" if store.path == library.EMBEDDED else library.title(store.path)
         self.config: ModelConfig = store.config
         self.decoder: Decoder
         self.decoder, self._saved = assemble(store, table, dtype, resident, experts, progress)

@@ -16,6 +16,13 @@ from deltafin.store import MODEL, is_store
 
 NAME = re.compile(r"(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[^@\s]+))?", re.ASCII)
 
+EMBEDDED = Path(__file__).parent / "nano"
+
+MARK = ".deltafin"
+"""The folder in a destination that tells what is being fetched to it, and holds what is cut."""
+
+SOURCE = "source.json"
+
 UNFINISHED = (".partial", ".pull")
 """What the folder of a store that is being made ends in, and that of files which it is made from."""
 
@@ -58,6 +65,28 @@ def title(path: Path) -> str:
     if path.parent.name == "snapshots" and path.parents[1].name.startswith("models--"):
         return path.parents[1].name.removeprefix("models--").replace("--", "/")
     return path.name.replace("--", "/") if path.parent == stores_folder().absolute() else path.resolve().name
+
+
+def locate(name: str | Path) -> Path:
+    """Return the folder of a model by what a user calls it: ``"nano"``, a folder, or the name of what was pulled."""
+    path = EMBEDDED if str(name) == "nano" else Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if split(str(name)) is None:
+        raise UsageError(
+            f"there is no model folder {str(name)!r}",
+            "give the folder of a Hugging Face snapshot or a store, org/name of one that was pulled, or nano",
+        )
+    return find(str(name))
+
+
+def source(folder: Path) -> dict[str, str]:
+    """Return repository and revision (a commit) of a folder that was pulled to; of another one, nothing."""
+    try:
+        told = json.loads((folder / MARK / SOURCE).read_text(encoding="utf-8"))
+        return {"repository": told["repository"], "revision": told["revision"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
 
 
 def find(name: str) -> Path:

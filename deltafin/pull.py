@@ -30,11 +30,6 @@ LICENCE = re.compile(r"LICEN[CS]E[^/]*")
 PIECE = 1 << 20
 """Bytes that are read of a file at once."""
 
-MARK = ".deltafin"
-"""The folder in a destination that tells what is being fetched to it, and holds what is cut."""
-
-SOURCE = "source.json"
-
 Progress = Callable[[str, int, int], None]
 """Called, from any thread, with a file's name, its bytes that are here, and all it has; with no name for all files."""
 
@@ -85,7 +80,7 @@ def pull_converted(
     store = (library.store(repository) if dest is None else Path(dest).expanduser()).resolve()
     folder = store.with_name(f"{store.name}.pull")
     encodings = {"experts": experts, "resident": resident}
-    with Repository(repository, revision or pinned or source(folder).get("revision")) as repo:
+    with Repository(repository, revision or pinned or library.source(folder).get("revision")) as repo:
         if is_store(store):
             about = read_model(store)
             if (
@@ -194,27 +189,27 @@ class _Folder:
     def opened(self) -> Iterator[None]:
         if self.root.exists() and not self.root.is_dir():
             raise UsageError(f"{self.root} is a file", "give a folder that is new, or of an earlier pull")
-        known = source(self.root).get("repository") == self.repo.name
-        if not known and self.root.is_dir() and any(file.name != MARK for file in self.root.iterdir()):
+        known = library.source(self.root).get("repository") == self.repo.name
+        if not known and self.root.is_dir() and any(file.name != library.MARK for file in self.root.iterdir()):
             raise UsageError(
                 f"{self.root} holds something else than an earlier pull of {self.repo.name}", "give another folder"
             )
-        with _locked(self.root / MARK / "lock", str(self.root)):
+        with _locked(self.root / library.MARK / "lock", str(self.root)):
             told = {"repository": self.repo.name, "revision": self.repo.commit}
-            _write(self.root / MARK / SOURCE, json.dumps(told))
+            _write(self.root / library.MARK / library.SOURCE, json.dumps(told))
             yield
 
     def path(self, file: File) -> Path:
         return self.root / file.name
 
     def cut(self, file: File) -> Path:
-        return self.root / MARK / f"{file.digest}.incomplete"
+        return self.root / library.MARK / f"{file.digest}.incomplete"
 
     def keep(self, file: File) -> None:
         pass
 
     def finish(self) -> Path:
-        for cut in (self.root / MARK).glob("*.incomplete"):
+        for cut in (self.root / library.MARK).glob("*.incomplete"):
             cut.unlink()  # of a commit that is not wanted any more
         return self.root
 
@@ -225,15 +220,6 @@ def _alike(files: list[File]) -> list[list[File]]:
     for file in files:
         groups[file.digest].append(file)
     return list(groups.values())
-
-
-def source(folder: Path) -> dict[str, str]:
-    """Return repository and revision (a commit) of a folder that was pulled to; of another one, nothing."""
-    try:
-        told = json.loads((folder / MARK / SOURCE).read_text(encoding="utf-8"))
-        return {"repository": told["repository"], "revision": told["revision"]}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
 
 
 def _fetch(repo: Repository, file: File, place: _Cache | _Folder, tell: Callable[[int], None]) -> None:

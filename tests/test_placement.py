@@ -603,7 +603,7 @@ def test_this_machine_is_planned_with_what_was_measured(monkeypatch, tmp_path):
     monkeypatch.setattr(measure, "measured", measured)
     content = report("nano", "--measure", "--ram", "2GB")
     assert asked == [
-        (deltafin.api.EMBEDDED, Snapshot(deltafin.api.EMBEDDED).layout.totals["expert bytes"] // 256, True)
+        (deltafin.library.EMBEDDED, Snapshot(deltafin.library.EMBEDDED).layout.totals["expert bytes"] // 256, True)
     ]
     assert content["machine"]["gpu"] == 0
     assert content["notes"][0] == "as measured"

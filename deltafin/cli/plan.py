@@ -133,9 +133,8 @@ def found(model: str, tell: Callable[[str], None]) -> tuple[Path, Callable[[str,
 def here(model: str) -> Path | None:
     """Return the folder of a model, or that of one that was pulled; None for the name of one that was not."""
     from deltafin import library
-    from deltafin.api import EMBEDDED
 
-    path = EMBEDDED if model == NANO else Path(model).expanduser()
+    path = library.EMBEDDED if model == NANO else Path(model).expanduser()
     if path.is_dir():
         return path
     if library.split(model) is None:

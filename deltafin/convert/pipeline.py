@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import deltafin
+from deltafin import library
 from deltafin.config import to_json
 from deltafin.convert import encode
 from deltafin.convert.files import Source, Target, open_raw, put, reserve, sync, write_out, write_whole, writing
@@ -340,7 +341,9 @@ def convert(
     resident: str = "keep",
     progress: Progress | None = None,
 ) -> dict[str, float]:
-    """Convert the snapshot in ``source`` to a store at ``dest``; return the relative error by kind of tensor.
+    """Convert the snapshot ``source``, a folder or a name that ``load`` knows, to a store at ``dest``.
+
+    Returns the relative error by kind of tensor that was re-encoded.
 
     ``experts`` is ``"keep"``, ``"mxfp4"``, ``"int8"`` or ``"bf16"``, ``resident`` the same without ``"mxfp4"``: the
     format of routed experts, and of all other matrices but router and embedding. Kept tensors are moved as they are.
@@ -349,9 +352,7 @@ def convert(
     Raises what ``Conversion`` does, and ``UsageError`` where ``dest`` is, holds or lies in ``source``, or is the store
     of something else.
     """
-    source, dest = Path(source).expanduser(), Path(dest).expanduser()
-    if not source.is_dir():
-        raise UsageError(f"there is no folder {str(source)!r}", "give the folder of a Hugging Face snapshot")
+    source, dest = library.locate(source), Path(dest).expanduser()
     if is_store(source):
         raise UsageError(f"{source} is a store already", "convert from the snapshot that it was made of")
     real, target = source.resolve(), dest.resolve()
@@ -449,7 +450,9 @@ def _about(plan: Plan, experts: str, resident: str, source: tuple[str | None, st
 
 
 def _origin(source: Path) -> tuple[str | None, str | None]:
-    """Return repository and revision, where the folder is in a cache of the hub."""
+    """Return repository and revision, where the folder is in a cache of the hub or was pulled to."""
+    if told := library.source(source):
+        return told["repository"], told["revision"]
     found = re.fullmatch(r".*/models--([^/]+)/snapshots/([^/]+)", source.absolute().as_posix())
     return (found[1].replace("--", "/"), found[2]) if found else (None, None)
 
