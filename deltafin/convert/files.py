@@ -83,13 +83,6 @@ def read_ahead(file: io.FileIO, start: int) -> None:
         os.posix_fadvise(file.fileno(), start, AHEAD, os.POSIX_FADV_WILLNEED)
 
 
-def write_out(path: Path) -> None:
-    """Ask the system to begin to write a file to the disk, so that the end need not wait for all of it."""
-    if hasattr(os, "posix_fadvise"):
-        with open_raw(path, "rb") as f:
-            os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
 class Source:
     """The stored tensors of the shards at hand, by number, and of those that were ``kept`` aside, by name."""
 

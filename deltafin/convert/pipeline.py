@@ -16,7 +16,7 @@ import deltafin
 from deltafin import library
 from deltafin.config import to_json
 from deltafin.convert import encode
-from deltafin.convert.files import Source, Target, open_raw, put, reserve, sync, write_out, write_whole, writing
+from deltafin.convert.files import Source, Target, open_raw, put, reserve, sync, write_whole, writing
 from deltafin.convert.plan import Plan, Task
 from deltafin.errors import CheckpointError, StorageError, UsageError
 from deltafin.layout import Layout
@@ -110,8 +110,6 @@ class Conversion:
             for number in todo:
                 if number not in self._tasks:
                     self._part(number, shard, path)
-            for file in {unit.file for number in todo for unit in self.plan.tasks[number].units}:
-                write_out(self._store / self.plan.files[file].name)
 
     def finish(self) -> dict[str, float]:
         """Publish the store as DEST; return the relative error of each kind of tensor that was re-encoded."""
