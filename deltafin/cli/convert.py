@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from deltafin.cli.options import NANO
 from deltafin.cli.text import columns
 
 
@@ -29,12 +30,13 @@ from deltafin.cli.text import columns
 )
 @click.option("--verify", "check", is_flag=True, help="Read the finished store again; SOURCE alone may be a store.")
 def convert(source: str, dest: str | None, experts: str, resident: str, check: bool) -> None:
-    """Convert SOURCE, the folder of a Hugging Face snapshot, to a store at DEST.
+    """Convert SOURCE, the folder of a Hugging Face snapshot or "nano", to a store at DEST.
 
     A store has every expert in one piece, and a checksum for all of it; nothing is rounded unless an option asks
     for it. An interrupted conversion goes on where it stopped when the same command is given again. Where DEST is
     finished already, it is compared with what SOURCE makes.
     """
+    from deltafin.api import EMBEDDED
     from deltafin.convert import convert as run
     from deltafin.store import Store
 
@@ -42,7 +44,9 @@ def convert(source: str, dest: str | None, experts: str, resident: str, check: b
         raise click.UsageError("DEST is missing" if not check else "--verify of a store takes no other option")
     if dest:
         with transfer("converting") as update:
-            errors = run(source, dest, experts=experts, resident=resident, progress=update)
+            errors = run(
+                EMBEDDED if source == NANO else source, dest, experts=experts, resident=resident, progress=update
+            )
         if errors:
             rows = [("re-encoded", "relative error"), *((kind, f"{error:.2e}") for kind, error in errors.items())]
             click.echo(columns(rows, right=[1]))

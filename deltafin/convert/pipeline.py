@@ -443,7 +443,7 @@ def _about(plan: Plan, experts: str, resident: str, source: tuple[str | None, st
 def _origin(source: Path) -> tuple[str | None, str | None]:
     """Return repository and revision, where the folder is in a cache of the hub."""
     found = re.fullmatch(r".*/models--([^/]+)/snapshots/([^/]+)", source.absolute().as_posix())
-    return (found[1].replace("--", "/"), found[2]) if found else (None, None)
+    return (found[1].replace("--", "/", 1), found[2]) if found else (None, None)
 
 
 def _partial(dest: Path) -> Path:
