@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from deltafin.cli.options import NANO
 from deltafin.cli.text import columns
 
 
@@ -29,7 +30,7 @@ from deltafin.cli.text import columns
 )
 @click.option("--verify", "check", is_flag=True, help="Read the finished store again; SOURCE alone may be a store.")
 def convert(source: str, dest: str | None, experts: str, resident: str, check: bool) -> None:
-    """Convert SOURCE, the folder of a Hugging Face snapshot, to a store at DEST.
+    """Convert SOURCE, a folder, "nano" or org/name of a snapshot, to a store at DEST.
 
     A store has every expert in one piece, and a checksum for all of it; nothing is rounded unless an option asks
     for it. An interrupted conversion goes on where it stopped when the same command is given again. Where DEST is

@@ -1,5 +1,5 @@
 """Conversion of a checkpoint to a store of our own: streamed, resumable, the same bytes however often stopped."""
 
-from deltafin.convert.pipeline import Conversion, convert
+from deltafin.convert.pipeline import EXTRAS, Conversion, convert
 
-__all__ = ["Conversion", "convert"]
+__all__ = ["EXTRAS", "Conversion", "convert"]

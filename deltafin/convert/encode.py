@@ -2,7 +2,9 @@
 
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,11 +25,11 @@ MOVED = 1 << 20
 ENCODED = 4 * BLOCK
 """Numbers that are packed at a time, about: a multiple of what the rules that pack take at once."""
 
-INFINITE = {
-    torch.bfloat16: (torch.int16, 0x7F80),
-    torch.float16: (torch.int16, 0x7C00),
-    torch.float32: (torch.int32, 0x7F800000),
-    torch.float64: (torch.int64, 0x7FF0000000000000),
+INFINITE: dict[str, tuple[Any, int]] = {
+    "BF16": (np.int16, 0x7F80),
+    "F16": (np.int16, 0x7C00),
+    "F32": (np.int32, 0x7F800000),
+    "F64": (np.int64, 0x7FF0000000000000),
 }
 """Infinity as a whole number; without its sign, what is not finite is that or larger."""
 
@@ -59,14 +61,14 @@ def run(job: Job, entries: Mapping[str, Entry], read: Read, write: Write) -> tup
 
 
 def _move(job: Job, read: Read, write: Write) -> None:
-    (name,), (place,), dtype = job.inputs, job.outputs, DTYPES[job.source.format]
-    size = math.prod(job.source.shape) * dtype.itemsize
-    buffer = _room(min(size, MOVED))
+    (name,), (place,), stored = job.inputs, job.outputs, job.source
+    size = math.prod(stored.shape) * DTYPES[stored.format].itemsize
+    room = np.empty(min(size, MOVED), np.uint8).data
     for start in range(0, size, MOVED):
-        piece = buffer[: min(MOVED, size - start)]
-        read(name, start, piece.numpy().data)
-        _check(name, piece.view(dtype))
-        write(place + start, piece.numpy().data)
+        piece = room[: size - start]
+        read(name, start, piece)
+        _check(name, stored.format, piece)
+        write(place + start, piece)
 
 
 def _made(job: Job, entries: Mapping[str, Entry], read: Read) -> Tensor:
@@ -92,10 +94,10 @@ def _values(job: Job, entries: Mapping[str, Entry], read: Read, start: int, stop
 
 def _plain(name: str, e: Entry, read: Read, start: int, stop: int) -> Tensor:
     dtype = DTYPES[e.dtype]
-    piece = _room((stop - start) * dtype.itemsize)
-    read(name, start * dtype.itemsize, piece.numpy().data)
-    _check(name, piece.view(dtype))
-    return piece.view(dtype)
+    piece = torch.empty(stop - start, dtype=dtype)
+    read(name, start * dtype.itemsize, _bytes(piece))
+    _check(name, e.dtype, _bytes(piece))
+    return piece
 
 
 def _encode(job: Job, part: Tensor, start: int, write: Write) -> tuple[float, float]:
@@ -130,18 +132,13 @@ def _squares(values: Tensor, rounded: Tensor) -> tuple[float, float]:
     return (rounded.double() - values).square().sum().item(), values.square().sum().item()
 
 
-def _check(name: str, values: Tensor) -> None:
-    """By numpy: torch would wake its threads for every piece, which takes longer than the piece."""
-    if values.dtype in INFINITE:
-        whole, infinity = INFINITE[values.dtype]
-        if (values.view(whole).numpy() & torch.iinfo(whole).max).max(initial=0) >= infinity:
+def _check(name: str, dtype: str, data: memoryview) -> None:
+    if dtype in INFINITE:
+        whole, infinity = INFINITE[dtype]
+        if np.bitwise_and(np.frombuffer(data, whole), np.iinfo(whole).max).max() >= infinity:
             raise CheckpointError(f"{name} has values that are not finite", AGAIN)
-    elif name.endswith("_scale") and values.numpy().max(initial=0) == 255:
+    elif name.endswith("_scale") and np.frombuffer(data, np.uint8).max() == 255:
         raise CheckpointError(f"{name} has a scale byte of 255, which means not-a-number", AGAIN)
-
-
-def _room(size: int) -> Tensor:
-    return torch.empty(size, dtype=torch.uint8)
 
 
 def _bytes(tensor: Tensor) -> memoryview:

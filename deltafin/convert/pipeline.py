@@ -452,7 +452,7 @@ def _origin(source: Path) -> tuple[str | None, str | None]:
     if told := library.source(source):
         return told["repository"], told["revision"]
     found = re.fullmatch(r".*/models--([^/]+)/snapshots/([^/]+)", source.absolute().as_posix())
-    return (found[1].replace("--", "/"), found[2]) if found else (None, None)
+    return (found[1].replace("--", "/", 1), found[2]) if found else (None, None)
 
 
 def _partial(dest: Path) -> Path:

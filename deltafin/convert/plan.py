@@ -126,7 +126,7 @@ class Plan:
         """The tasks that need more than one source file."""
         for number, task in enumerate(self.tasks):
             first: dict[int, int] = {}
-            for e in (layout.entries[name] for job in self.jobs(task) for name in job.inputs):
+            for e in map(layout.entries.__getitem__, self.inputs(task)):
                 first[e.file] = min(e.start, first.get(e.file, e.start))
             if len(first) > 1:
                 self.spread.add(number)
@@ -135,11 +135,17 @@ class Plan:
         self.by_shard = {file: [number for _, number in sorted(tasks)] for file, tasks in found.items()}
         """The tasks that need a source file, in the order in which they are found in it."""
 
+    def inputs(self, task: Task) -> list[str]:
+        """Return the stored tensors that a task needs."""
+        rules, experts = self.layout.rules, self.layout.experts
+        sources = rules[task.name].sources if task.layer < 0 else experts[task.layer][1](task.x)
+        return [name for source in sources for name in self.layout.names(source)]
+
     def jobs(self, task: Task) -> Iterator[Job]:
         """Return what a task consists of, in the order of the places it is written to."""
         if task.layer < 0:
             rule = self.layout.rules[task.name]
-            names = tuple(name for source in rule.sources for name in self.layout.names(source))
+            names = tuple(self.inputs(task))
             kind = task.name.split(".", 2)[2] if task.name.startswith("layers.") else task.name
             places = tuple(unit.start for unit in task.units)
             yield from _split(Job(kind, names, *self._resident[task.name], rule.make, 0, places))
