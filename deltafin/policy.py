@@ -22,7 +22,7 @@ Key = tuple[int, int]
 LUKEWARM = 1 / 8
 """Heat that a prompt gives at most: that of one use by decoding three half-lives ago."""
 
-HALF_LIFE = 8
+HALF_LIFE = 4
 """Half-life of a use, in uses for each slot: the more is held, the further back it pays to look."""
 
 COLD = 1e-3
