@@ -16,7 +16,8 @@ from deltafin.model.decoder import Decoder, parts
 from deltafin.placement import Demand, LayerDemand
 from deltafin.quant import GROUP
 from deltafin.session import CHECKPOINTS, PIECE
-from deltafin.store import Snapshot
+from deltafin.snapshot import Snapshot
+from deltafin.store import Store
 from deltafin.weights import Weight, matrices, specs
 
 WIDENED = 1 << 19
@@ -107,7 +108,7 @@ def opened(path: Path) -> Snapshot:
     return Snapshot(path)
 
 
-def of_files(files: Snapshot, resident: str = "keep", experts: str = "keep", activation: int = 4) -> Demand:
+def of_files(files: Snapshot | Store, resident: str = "keep", experts: str = "keep", activation: int = 4) -> Demand:
     """Return what a model asks for whose files are here; experts of one layer are taken to be alike."""
     embed, head = (files.read(f"edges.{name}") for name in ("embed", "head"))
     return demand(
