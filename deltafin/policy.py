@@ -22,8 +22,8 @@ Key = tuple[int, int]
 LUKEWARM = 1 / 8
 """Heat that a prompt gives at most: that of one use by decoding three half-lives ago."""
 
-HALF_LIFE = 4
-"""Half-life of a use, in uses for each slot: the more is held, the further back it pays to look."""
+HALF_LIFE = 12
+"""Tokens after which a use counts half."""
 
 COLD = 1e-3
 """Heat that is not worth remembering."""
@@ -56,7 +56,7 @@ class Policy(Protocol):
 class LeastRecent:
     """The key whose last use is longest ago leaves (LRU)."""
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self) -> None:
         self._order: OrderedDict[Key, None] = OrderedDict()
         self._pinned: set[Key] = set()
 
@@ -137,15 +137,17 @@ class _Ranked:
 
 
 class AgedFrequency(_Ranked):
-    """The coldest key leaves: the one that decoding used least, each use halved after ``half_life`` uses of any keys.
+    """The coldest key leaves: the one that decoding used least, each use halved after ``half_life`` tokens.
 
-    ``heat`` is what an earlier run left. Only decoding lets time pass.
+    ``heat`` is what an earlier run left. Only decoding lets time pass. A token touches its keys in increasing order,
+    so the next token begins where a key is not larger than the one before.
     """
 
-    def __init__(self, slots: int, heat: Mapping[Key, float] | None = None, half_life: float | None = None) -> None:
+    def __init__(self, heat: Mapping[Key, float] | None = None, half_life: float = HALF_LIFE) -> None:
         super().__init__()
-        self._step = 1 / (half_life or HALF_LIFE * max(1, slots))
+        self._step = 1 / half_life
         self._now = 0.0
+        self._last: Key = (-1, -1)
         # The logarithm of a heat, in half-lives, as if it were counted at time zero: the order of two keys, neither of
         # which is used, does not change with time, so nothing need be recomputed while it passes.
         self._level = {key: math.log2(value) for key, value in (heat or {}).items() if value > 0}
@@ -159,10 +161,12 @@ class AgedFrequency(_Ranked):
         level = self.rank(key)
         if prefill:
             self._level[key] = max(level, self._now + math.log2(LUKEWARM))
-        else:
+            return
+        if key <= self._last:
             self._now += self._step
-            low, high = sorted((level, self._now))
-            self._level[key] = high + math.log2(1 + 2 ** (low - high))
+        self._last = key
+        low, high = sorted((level, self._now))
+        self._level[key] = high + math.log2(1 + 2 ** (low - high))
 
     @property
     def heat(self) -> dict[Key, float]:
@@ -174,7 +178,7 @@ class AgedFrequency(_Ranked):
 class Optimal(_Ranked):
     """The key whose next use is furthest away leaves (Belady 1966); ``future`` are all touches in their order."""
 
-    def __init__(self, slots: int, future: Iterable[Key]) -> None:
+    def __init__(self, future: Iterable[Key]) -> None:
         super().__init__()
         self._uses: dict[Key, deque[int]] = defaultdict(deque)
         for at, key in enumerate(future):

@@ -11,10 +11,10 @@ from deltafin.ops import FEW
 from deltafin.policy import AgedFrequency, Key, LeastRecent, Optimal, Policy, replay
 from deltafin.trace import Step
 
-POLICIES: dict[str, Callable[[int, Sequence[Key]], Policy]] = {
-    "recency": lambda slots, future: LeastRecent(slots),
-    "frequency": lambda slots, future: AgedFrequency(slots, half_life=math.inf),
-    "aged frequency": lambda slots, future: AgedFrequency(slots),
+POLICIES: dict[str, Callable[[Sequence[Key]], Policy]] = {
+    "recency": lambda future: LeastRecent(),
+    "frequency": lambda future: AgedFrequency(half_life=math.inf),
+    "aged frequency": lambda future: AgedFrequency(),
     "optimal": Optimal,
 }
 """What is compared: of the last two, the first is what runs, the other knows the future."""
@@ -147,7 +147,7 @@ def simulate(
         for name, policy in POLICIES.items():
             hits = asked = missed = prompt = 0
             for size, used in by_size.items():
-                made = policy(counts[size], futures[size])
+                made = policy(futures[size])
                 for found, (keys, prefill) in zip(replay(made, counts[size], used), used, strict=True):
                     if prefill:
                         prompt += size * (len(keys) - found)
