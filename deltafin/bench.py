@@ -5,23 +5,23 @@ figures are medians of timed pieces; compilation, and the first seconds in which
 out. Speeds are tokens or 1e9 bytes a second.
 """
 
-import importlib
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from deltafin.config import KDA, MLA, MoE, SiLU, SiTU
+from deltafin.demand import of_decoder
 from deltafin.errors import UsageError
+from deltafin.measure import ARENA, bandwidth, room
 from deltafin.model.decoder import Decoder, State, forward
 from deltafin.ops import DeltaState, DeltaWeights, Expert, Ops
+from deltafin.placement import RAM, roofline
 from deltafin.quant import MXFP4, Int8
 from deltafin.session import PIECE
 
@@ -36,9 +36,6 @@ SECONDS = 2.0
 
 CALLS = 0.35
 """Seconds that one operation is measured."""
-
-ARENA = 256 << 20
-"""Bytes that weights of operations are spread over: several times a last-level cache."""
 
 Progress = Callable[[str], None]
 
@@ -96,25 +93,6 @@ class KernelSpeed:
     share: float
 
 
-def bandwidth(threads: int, warm: float = 2.5) -> tuple[float, float]:
-    """Return GB/s of reading memory and of changing it in place, with ``threads`` at work, after ``warm`` seconds."""
-    before = torch.get_num_threads()
-    # By name, as a backend is loaded: nothing imports a kernel.
-    limits = importlib.import_module("deltafin.cpu_kernels.bandwidth").measure(threads, room(), seconds=0.5, warm=warm)
-    torch.set_num_threads(before)  # Numba sets the count for both: torch on two threads was 30 times slower for Nano
-    return limits
-
-
-def room() -> int:
-    """Return ``ARENA``, or a quarter of the memory that is free if that is less, in whole MiB."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-        free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):  # not Linux
-        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(ARENA, max(free >> 22, 1) << 20)
-
-
 def size(thing: Any) -> int:
     """Return the bytes of a tensor, of a packed matrix, or of all that a dataclass or tuple of them holds."""
     if isinstance(thing, Tensor):
@@ -128,23 +106,13 @@ def size(thing: Any) -> int:
 
 
 def bytes_per_token(decoder: Decoder, context: int) -> int:
-    """Return the bytes that decoding one token after ``context`` others must move.
+    """Return the bytes that decoding one token after ``context`` others must move: see ``Demand``."""
 
-    Every weight once, of the embedding one row and of the experts the chosen ones; the state of recurrent layers read
-    and written; the cache of latent attention read.
-    """
-    total = size(decoder.edges) - size(decoder.edges.embed) + size(decoder.edges.embed[0])
-    for block, state in zip(decoder.blocks, decoder.empty_state(), strict=True):
-        total += size(block.norms) + size(block.mixer) + size(block.ffn)
-        if isinstance(block.layer.ffn, MoE):
-            ids_NE = torch.arange(block.layer.ffn.chosen)[None]
-            total += block.ffn.experts(None, ids_NE, None, None, replace(block.ops, experts=_bytes_of_experts))
-        tensors = state.tensors()
-        if isinstance(block.layer.mixer, MLA):
-            total += context * sum(t.shape[2] * t.element_size() for t in tensors.values())
-        else:
-            total += 2 * size(tuple(tensors.values()))
-    return total
+    def chosen(block: Any) -> int:
+        ids_NE = torch.arange(block.layer.ffn.chosen)[None]
+        return block.ffn.experts(None, ids_NE, None, None, replace(block.ops, experts=_bytes_of_experts))
+
+    return of_decoder(decoder, size, chosen).bytes_per_token(context)
 
 
 def _bytes_of_experts(x_NM: Any, ids_NE: Tensor, weight_NE: Any, expert: Callable[[int], Expert], kind: Any) -> int:
@@ -188,7 +156,8 @@ def _at(decoder: Decoder, context: int, read_gbs: float) -> Speed:
     decode = _decoding(decoder, state, SECONDS)
     moved = bytes_per_token(decoder, context)
     gbs = moved * decode / 1e9
-    return Speed(context, prefill, decode, moved, gbs, gbs / read_gbs, read_gbs * 1e9 / moved)
+    predicted = 1 / roofline({RAM: moved}, {RAM: read_gbs})[RAM]
+    return Speed(context, prefill, decode, moved, gbs, gbs / read_gbs, predicted)
 
 
 def _tokens(decoder: Decoder, count: int) -> Tensor:

@@ -1,11 +1,14 @@
-"""What this machine has: its CPU's cores."""
+"""What this machine has: cores, memory, a folder for caches."""
 
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 
 @cache
@@ -50,3 +53,77 @@ def threads() -> int:
     allowed = quota()
     count = len(cores())
     return count if allowed is None else max(1, min(count, int(allowed)))
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of RAM: what there is for this process, what of it is free now, and what sets the limit."""
+
+    total: int
+    available: int
+    limit: str
+
+
+def memory(root: Path = Path("/")) -> Memory:
+    """Return the memory that this process may use: the machine's, or less where a container's limit (cgroup) says so.
+
+    What the system can drop at any time, like cached files, is free. ``root`` is where ``proc`` and ``sys`` are.
+    """
+    import psutil
+
+    machine = psutil.virtual_memory()
+    total, available, limit = machine.total, machine.available, "the machine"
+    for where, most, used in _groups(root):
+        available = min(available, max(0, most - used))
+        if most < total:
+            total, limit = most, f"cgroup {where}"
+    return Memory(total, available, limit)
+
+
+def _groups(root: Path) -> Iterator[tuple[str, int, int]]:
+    """Yield every memory limit that holds for this process: its cgroup, most bytes, bytes that cannot be dropped."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:  # not Linux
+        return
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if controllers == "":
+            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "")
+        elif "memory" in controllers.split(","):
+            base, names = root / "sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+        else:
+            continue
+        most, current, prefix = names
+        # A limit on a parent holds too. In a container the group's own path may not be there, but the root is its.
+        for path in (PurePosixPath(group), *PurePosixPath(group).parents):
+            folder = base / str(path).strip("/")
+            with suppress(OSError, ValueError):
+                limit = int((folder / most).read_text(encoding="utf-8"))  # "max" is no number: no limit
+                used = int((folder / current).read_text(encoding="utf-8"))
+                stat = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="utf-8").splitlines())
+                files = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
+                yield str(path), limit, used - files
+
+
+def cache_homes() -> Iterator[Path]:
+    """Folders for what can be made again: the user's, and one among temporary files where that cannot be written to."""
+    if sys.platform == "darwin":
+        home = Path.home() / "Library" / "Caches"
+    elif "LOCALAPPDATA" in os.environ:
+        home = Path(os.environ["LOCALAPPDATA"])
+    else:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    owner = str(os.getuid()) if hasattr(os, "getuid") else "cache"
+    for folder in (home, Path(tempfile.gettempdir()) / f"deltafin-{owner}"):
+        yield folder / "deltafin"
+
+
+def cache_folder() -> Path | None:
+    """Return the first of ``cache_homes`` that can be written to, made if need be; None where neither can."""
+    for folder in cache_homes():
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile("wb", dir=folder):
+                return folder
+    return None

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import deltafin
-from deltafin import bench, ops
+from deltafin import bench, measure, ops
 from deltafin.cli import main
 from deltafin.config import MoE, SiLU
 from deltafin.errors import UsageError
@@ -233,11 +233,11 @@ def test_room_is_bounded():
 
 
 def test_numba_leaves_the_threads_of_torch_alone(monkeypatch):
-    def measure(threads, size, seconds, warm):
+    def careless(threads, size, seconds, warm):
         torch.set_num_threads(threads + 1)
         return LIMITS
 
-    monkeypatch.setattr(bench.importlib, "import_module", lambda name: SimpleNamespace(measure=measure))
+    monkeypatch.setattr(measure.importlib, "import_module", lambda name: SimpleNamespace(measure=careless))
     before = torch.get_num_threads()
     try:
         assert bench.bandwidth(before) == LIMITS

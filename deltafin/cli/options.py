@@ -7,6 +7,23 @@ import click
 
 NANO = "nano"
 
+PACKING = [
+    click.option(
+        "--resident",
+        type=click.Choice(["keep", "int8"]),
+        default="keep",
+        show_default=True,
+        help="Hold what every token uses as it is stored, or rounded to int8 in memory.",
+    ),
+    click.option(
+        "--experts",
+        type=click.Choice(["keep", "mxfp4", "int8"]),
+        default="keep",
+        show_default=True,
+        help="Hold experts as they are stored, or rounded to fewer bits in memory.",
+    ),
+]
+
 LOADING = [
     click.option(
         "--dtype",
@@ -28,20 +45,7 @@ LOADING = [
         show_default=True,
         help="Kernels to run on: numba, also what auto means so far, or plain torch.",
     ),
-    click.option(
-        "--resident",
-        type=click.Choice(["keep", "int8"]),
-        default="keep",
-        show_default=True,
-        help="Hold what every token uses as it is stored, or rounded to int8 in memory.",
-    ),
-    click.option(
-        "--experts",
-        type=click.Choice(["keep", "mxfp4", "int8"]),
-        default="keep",
-        show_default=True,
-        help="Hold experts as they are stored, or rounded to fewer bits in memory.",
-    ),
+    *PACKING,
 ]
 
 SAMPLING = [

@@ -1,0 +1,428 @@
+"""Where every byte of a model would live on a machine, and how fast it would then run: arithmetic, without torch.
+
+Memory is given in an order that a person can recite: the program itself, the state for the context that is asked for,
+the weights that every token reads, then experts, as many of each layer, fastest memory first; last the embedding.
+What remains stays on the disk. ``docs/performance.md`` derives the speeds.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from deltafin.errors import UsageError
+
+PROCESS = 700_000_000
+"""Bytes that Python, torch, Numba and the compiled kernels take before there is a model, as measured with two threads.
+
+About a quarter of it are pages of libraries, which other processes of the same kind share.
+"""
+
+DRIVER = 500_000_000
+"""Bytes of a GPU's memory that its driver's context takes."""
+
+TIERS: tuple[str, str, str] = ("gpu", "ram", "disk")
+"""Where bytes can live, the fastest first."""
+
+GPU, RAM, DISK = TIERS
+
+UNITS = {"": 1} | {f"{p}{b}": 1000**i for i, p in enumerate("KMGT", 1) for b in ("", "B")}
+UNITS |= {f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)} | {"B": 1}
+
+
+def bytes_of(text: str | int) -> int:
+    """Read a size: bytes, or a number with KB, MB, GB, TB (powers of 1000) or KiB ... TiB (of 1024)."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
+    if match is None or match[2].upper() not in UNITS:
+        raise UsageError(f"{text!r} is not a size", "write it like 48GB, 500MB or 16GiB")
+    return int(float(match[1]) * UNITS[match[2].upper()])
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What there is to run on: bytes that may be used, 1e9 bytes a second, 1e9 operations a second.
+
+    ``ram`` and ``gpu`` are budgets: what deltafin may take. ``disk_gbs`` is of reads of an expert's size at random
+    places, ``cpu_gflops`` and ``gpu_gflops`` of matrix products of many rows. An ``integrated`` GPU's memory is RAM:
+    what lies there is not free a second time.
+    """
+
+    ram: int
+    ram_gbs: float
+    disk_gbs: float
+    cpu_gflops: float
+    gpu: int = 0
+    gpu_gbs: float = 0.0
+    gpu_gflops: float = 0.0
+    link_gbs: float = 0.0
+    integrated: bool = False
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value, least = getattr(self, f.name), 0
+            if f.name in ("ram_gbs", "disk_gbs", "cpu_gflops") or (self.gpu and f.name.startswith(("gpu", "link"))):
+                least = 1e-9
+            if not isinstance(value, int | float) or not least <= value < float("inf"):
+                raise UsageError(f"a machine cannot have {f.name} {value!r}", "it takes a positive number")
+
+    @classmethod
+    def read(cls, path: Path) -> "Machine":
+        """Read a machine from a JSON file of the fields; sizes may be texts such as "48GB"."""
+        known = {f.name for f in fields(cls)}
+        needed = "ram, ram_gbs, disk_gbs, cpu_gflops"
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{path} cannot be read as JSON ({error})", f"it takes an object with {needed}") from error
+        if not isinstance(raw, dict) or raw.keys() - known or set(needed.split(", ")) - raw.keys():
+            odd = ", ".join(sorted(raw.keys() - known)) if isinstance(raw, dict) else ""
+            what = f"has {odd}, which a machine has not" if odd else "does not describe a machine"
+            raise UsageError(f"{path} {what}", f"it takes {needed}; and for a GPU {', '.join(sorted(known))}")
+        for name in raw.keys() & {"ram", "gpu"}:
+            raw[name] = bytes_of(raw[name])
+        return cls(**raw)
+
+
+@dataclass(frozen=True)
+class LayerDemand:
+    """What one layer asks for.
+
+    ``weights`` are bytes that every token reads; ``state`` bytes that every token reads and writes, however long the
+    context is; ``position`` bytes that are kept for each token of it, and read by every later one. ``flops`` are
+    operations a token, ``attention`` operations a token for each token before it. Of ``experts`` of ``expert`` bytes
+    each a token uses ``chosen``, at ``expert_flops`` operations each.
+    """
+
+    weights: int
+    state: int = 0
+    position: int = 0
+    flops: float = 0.0
+    attention: float = 0.0
+    experts: int = 0
+    chosen: int = 0
+    expert: int = 0
+    expert_flops: float = 0.0
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a model asks for: its layers, its ``head`` (with the last norm), and its ``embed``, read a ``row`` a token.
+
+    Sizes are bytes; an embedding that is the head as well is not counted again. A prompt is read ``piece`` tokens at
+    a time, which takes ``buffers`` bytes. ``copies`` says how many copies of the state a conversation keeps, its own
+    among them, and ``growth`` how much more a cache takes while it grows. ``longest`` is the context that the model's
+    makers promise.
+    """
+
+    layers: tuple[LayerDemand, ...]
+    head: int
+    embed: int
+    row: int
+    head_flops: float = 0.0
+    piece: int = 512
+    buffers: int = 0
+    copies: int = 1
+    growth: int = 1
+    longest: int | None = None
+
+    @property
+    def read(self) -> int:
+        """Bytes of weights that every token reads."""
+        return sum(layer.weights for layer in self.layers) + self.head
+
+    @property
+    def experts(self) -> int:
+        """Bytes of all routed experts."""
+        return sum(layer.experts * layer.expert for layer in self.layers)
+
+    @property
+    def weights(self) -> int:
+        """Bytes of all weights."""
+        return self.read + self.experts + self.embed
+
+    def held(self, layer: LayerDemand, context: int) -> int:
+        """Bytes of memory that the state of a layer takes in a conversation of ``context`` tokens."""
+        return self.copies * layer.state + self.growth * layer.position * context
+
+    def bytes_per_token(self, context: int) -> int:
+        """Bytes that decoding one token after ``context`` others must move, wherever they are.
+
+        Every weight once, of the embedding one row and of the experts the chosen ones; the state of recurrent layers
+        read and written; the cache of latent attention read.
+        """
+        return self.head + self.row + sum(map(sum, (moved(layer, context) for layer in self.layers)))
+
+
+def moved(layer: LayerDemand, context: int) -> tuple[int, int, int]:
+    """Bytes that one token moves in a layer: of weights that every token reads, of state, of experts."""
+    return layer.weights, 2 * layer.state + layer.position * context, layer.chosen * layer.expert
+
+
+def roofline(amounts: Mapping[str, float], gbs: Mapping[str, float]) -> dict[str, float]:
+    """Return how long it takes to move so many bytes of each memory at its 1e9 bytes a second."""
+    return {tier: amount / gbs[tier] / 1e9 for tier, amount in amounts.items() if amount}
+
+
+@dataclass(frozen=True)
+class Share:
+    """One kind of bytes: how many live where, and how many of them a token moves from there."""
+
+    what: str
+    held: Mapping[str, int]
+    token: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where everything lives, and what follows from it.
+
+    ``gpu_units`` of the layers (the head counts as one more) are on the GPU, the next ``ram_units`` in RAM, what
+    comes after them stays on the disk. Each layer has room for ``gpu_slots`` experts on the GPU and ``ram_slots`` in
+    RAM, or for all it has.
+    """
+
+    demand: Demand
+    machine: Machine
+    context: int
+    gpu_units: int
+    ram_units: int
+    gpu_slots: int
+    ram_slots: int
+    embed_in_ram: bool
+
+    def tier(self, unit: int) -> str:
+        """Where the weights of a layer live, or those of the head, the last unit."""
+        return GPU if unit < self.gpu_units else RAM if unit < self.gpu_units + self.ram_units else DISK
+
+    def slots(self, layer: LayerDemand) -> dict[str, int]:
+        """How many of a layer's experts live where."""
+        on_gpu = min(self.gpu_slots, layer.experts)
+        in_ram = min(self.ram_slots, layer.experts - on_gpu)
+        return {GPU: on_gpu, RAM: in_ram, DISK: layer.experts - on_gpu - in_ram}
+
+    @property
+    def shares(self) -> list[Share]:
+        """Everything there is, by kind; the bytes of weights add up to the model's."""
+        d, names = self.demand, ("state for the context", "weights every token reads", "routed experts")
+        held = {name: dict.fromkeys(TIERS, 0) for name in names}
+        token = {name: dict.fromkeys(TIERS, 0.0) for name in names}
+        for i, layer in enumerate(d.layers):
+            tier = self.tier(i)
+            weights, state, experts = moved(layer, self.context)
+            where: list[tuple[str, str, int, float]] = [
+                (names[0], GPU if tier == GPU else RAM, d.held(layer, self.context), state),
+                (names[1], tier, layer.weights, weights),
+            ]
+            for slot, count in self.slots(layer).items() if layer.experts else ():
+                where.append((names[2], slot, count * layer.expert, experts * count / layer.experts))
+            for name, memory, size, amount in where:
+                held[name][memory] += size
+                token[name][memory] += amount
+        held[names[1]][self.tier(len(d.layers))] += d.head
+        token[names[1]][self.tier(len(d.layers))] += d.head
+        embed, buffers = RAM if self.embed_in_ram else DISK, {RAM: PROCESS + d.buffers}
+        if self.gpu_units or self.gpu_slots:
+            buffers[GPU] = DRIVER + d.buffers
+        return [
+            Share("program and buffers", buffers, {}),
+            *(Share(name, held[name], token[name]) for name in names),
+            Share("embedding", {embed: d.embed}, {embed: float(d.row)}),
+        ]
+
+    def total(self, tier: str) -> int:
+        """Bytes that live in a memory."""
+        return sum(share.held.get(tier, 0) for share in self.shares)
+
+    @property
+    def resident(self) -> float:
+        """Which share of the routed experts is in memory; what is expected to be found there."""
+        held = next(share.held for share in self.shares if share.what == "routed experts")
+        return 1 - held[DISK] / self.demand.experts if self.demand.experts else 1.0
+
+    @property
+    def token_bytes(self) -> dict[str, float]:
+        """Bytes that a token moves, by where they come from; what the disk gives then passes through RAM as well."""
+        amounts = {tier: sum(share.token.get(tier, 0.0) for share in self.shares) for tier in TIERS}
+        return amounts | {RAM: amounts[RAM] + amounts[DISK]}
+
+    @property
+    def token_seconds(self) -> dict[str, float]:
+        """How long the bytes of one token take, by where they come from."""
+        m = self.machine
+        return roofline(self.token_bytes, {GPU: m.gpu_gbs, RAM: m.ram_gbs, DISK: m.disk_gbs})
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Predicted speed of decoding after ``context`` tokens."""
+        return 1 / sum(self.token_seconds.values())
+
+    @property
+    def bottleneck(self) -> str:
+        """Which memory a token waits for the longest."""
+        return max(self.token_seconds.items(), key=lambda item: item[1])[0]
+
+    @property
+    def load_seconds(self) -> float:
+        """How long it takes at least to bring from the disk what lives in memory."""
+        weights = [share for share in self.shares if share.what not in ("program and buffers", "state for the context")]
+        return sum(share.held.get(t, 0) for share in weights for t in (GPU, RAM)) / self.machine.disk_gbs / 1e9
+
+    def first_token(self, prompt: int) -> dict[str, float]:
+        """How many seconds pass until a prompt of so many tokens is read: of work on GPU and CPU, and of the disk.
+
+        Work is operations at the rate of matrix products, or bytes at the memory's bandwidth, whichever takes longer,
+        layer by layer. Every piece of the prompt reads each weight once, and each expert that any of its tokens
+        chose, as if all were equally likely.
+        """
+        m, total = self.machine, {GPU: 0.0, RAM: 0.0, DISK: 0.0}
+        rates = {GPU: (m.gpu_gbs, m.gpu_gflops), RAM: (m.ram_gbs, m.cpu_gflops)}
+
+        def work(where: str, amount: float, operations: float) -> float:
+            gbs, gflops = rates[where]
+            return max(amount / gbs, operations / gflops) / 1e9
+
+        for before in range(0, prompt, self.demand.piece):
+            tokens = min(self.demand.piece, prompt - before)
+            for i, layer in enumerate(self.demand.layers):
+                tier = self.tier(i)
+                where = GPU if tier == GPU else RAM
+                weights, state, _ = moved(layer, before + tokens)
+                operations = tokens * (layer.flops + layer.attention * (before + tokens / 2))
+                total[where] += work(where, weights + state, operations)
+                total[DISK] += weights / m.disk_gbs / 1e9 * (tier == DISK)
+                if not layer.experts:
+                    continue
+                met = layer.experts * (1 - (1 - layer.chosen / layer.experts) ** tokens)
+                share = {t: n / layer.experts for t, n in self.slots(layer).items()}
+                size, operations = met * layer.expert, tokens * layer.chosen * layer.expert_flops
+                if share[GPU]:
+                    total[GPU] += work(GPU, size * share[GPU], operations * share[GPU])
+                elsewhere = share[RAM] + share[DISK]
+                here = work(RAM, size * elsewhere, operations * elsewhere)
+                if tier == GPU and m.link_gbs:  # they can be worked on where they are, or sent over
+                    sent = max(size * elsewhere / m.link_gbs / 1e9, work(GPU, 0, operations * elsewhere))
+                    total[GPU if sent < here else RAM] += min(sent, here)
+                else:
+                    total[RAM] += here
+                total[DISK] += size * share[DISK] / m.disk_gbs / 1e9
+        head = self.tier(len(self.demand.layers))
+        total[GPU if head == GPU else RAM] += work(
+            GPU if head == GPU else RAM, self.demand.head, self.demand.head_flops
+        )
+        total[DISK] += self.demand.head / m.disk_gbs / 1e9 * (head == DISK)
+        return total
+
+
+def plan(demand: Demand, machine: Machine, context: int) -> Placement:
+    """Place a model on a machine for conversations of ``context`` tokens.
+
+    Raises ``UsageError`` when memory does not even hold the program and the state.
+    """
+    gpu, ram, gpu_units = _gpu(demand, machine, context)
+    ram -= PROCESS + demand.buffers + sum(demand.held(layer, context) for layer in demand.layers[gpu_units:])
+    if ram < 0:
+        raise UsageError(
+            f"a context of {context} tokens needs {-ram / 1e9:.2f} GB more memory than the {machine.ram / 1e9:.2f} GB "
+            "that there are",
+            "ask for a shorter --context, or give more --ram",
+        )
+    units = [layer.weights for layer in demand.layers] + [demand.head]
+    ram_units = 0
+    for unit in units[gpu_units:]:
+        if unit > ram:
+            break
+        ram, ram_units = ram - unit, ram_units + 1
+    if gpu_units + ram_units < len(units):
+        return Placement(demand, machine, context, gpu_units, ram_units, 0, 0, False)
+    sizes = [(layer.experts, layer.expert) for layer in demand.layers if layer.experts]
+    gpu_slots, taken = _slots(sizes, gpu)
+    if machine.integrated:
+        ram -= taken
+    left = [(count - min(gpu_slots, count), size) for count, size in sizes]
+    ram_slots, taken = _slots(left, ram)
+    every = all(count <= ram_slots for count, _ in left)
+    return Placement(
+        demand, machine, context, gpu_units, ram_units, gpu_slots, ram_slots, every and demand.embed <= ram - taken
+    )
+
+
+def _gpu(demand: Demand, machine: Machine, context: int) -> tuple[int, int, int]:
+    """Fill the GPU with whole layers from the first on; return what is left there, RAM's budget, how many there are.
+
+    Of an integrated GPU's memory, what is used there is taken from RAM, once, and what the rest needs is left to it.
+    """
+    ram, gpu = machine.ram, machine.gpu - DRIVER - demand.buffers
+    if gpu <= 0:
+        return 0, ram, 0
+    if machine.integrated:
+        state = sum(demand.held(layer, context) for layer in demand.layers)
+        ram -= DRIVER + demand.buffers
+        gpu = min(gpu, ram - PROCESS - demand.buffers - state)
+        if gpu <= 0:
+            return 0, machine.ram, 0
+    units = [layer.weights + demand.held(layer, context) for layer in demand.layers] + [demand.head]
+    count = 0
+    for unit in units:
+        if unit > gpu:
+            break
+        gpu, count = gpu - unit, count + 1
+        ram -= unit * machine.integrated
+    return gpu * (count == len(units)), ram, count
+
+
+def _slots(sizes: list[tuple[int, int]], room: int) -> tuple[int, int]:
+    """Return how many experts of every layer fit in ``room`` bytes (or all it has), and the bytes that they take."""
+
+    def taken(slots: int) -> int:
+        return sum(min(slots, count) * size for count, size in sizes)
+
+    least, most = 0, max((count for count, _ in sizes), default=0)
+    while least < most:
+        middle = (least + most + 1) // 2
+        least, most = (middle, most) if taken(middle) <= room else (least, middle - 1)
+    return least, taken(least)
+
+
+def context_that_fits(demand: Demand, machine: Machine) -> int:
+    """Return the longest context, as far as the model's makers promise one, beside all weights that a token reads."""
+
+    def fits(context: int) -> bool:
+        try:
+            p = plan(demand, machine, context)
+        except UsageError:
+            return False
+        return p.gpu_units + p.ram_units > len(demand.layers)
+
+    least, most = -1, demand.longest or 1 << 20
+    while least < most:
+        middle = (least + most + 1) // 2
+        least, most = (middle, most) if fits(middle) else (least, middle - 1)
+    return max(least, 0)
+
+
+def faster(machine: Machine) -> Iterator[tuple[str, Machine]]:
+    """Machines that differ from this one in one thing that can be bought."""
+    yield "twice the memory", replace(machine, ram=2 * machine.ram)
+    yield "a disk twice as fast", replace(machine, disk_gbs=2 * machine.disk_gbs)
+
+
+def as_json(p: Placement, prompts: tuple[int, ...]) -> dict[str, Any]:
+    """Return a placement as JSON: sizes are bytes, times seconds."""
+    return {
+        "context": p.context,
+        "machine": asdict(p.machine),
+        "shares": [{"what": s.what, "bytes": dict(s.held), "per_token": dict(s.token)} for s in p.shares],
+        "bytes": {tier: p.total(tier) for tier in TIERS},
+        "weights": p.demand.weights,
+        "experts_resident": p.resident,
+        "expert_slots": {GPU: p.gpu_slots, RAM: p.ram_slots},
+        "bytes_per_token": p.token_bytes,
+        "seconds_per_token": p.token_seconds,
+        "tokens_per_second": p.tokens_per_second,
+        "first_token_seconds": {str(n): sum(p.first_token(n).values()) for n in prompts},
+        "load_seconds": p.load_seconds,
+        "bottleneck": p.bottleneck,
+        "context_that_fits": context_that_fits(p.demand, p.machine),
+    }
