@@ -10,17 +10,18 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from deltafin import machine, ops
+from deltafin import demand, machine, ops, placement
 from deltafin.chat import ChatFormat, chat_format
 from deltafin.config import KDA, ModelConfig, MoE
 from deltafin.errors import ChatError, UsageError
-from deltafin.executor import assemble
+from deltafin.executor import PACKED, assemble
 from deltafin.model.decoder import Decoder, forward
 from deltafin.reply import Piece
 from deltafin.sampling import Sampler
 from deltafin.session import PIECE, Session
 from deltafin.snapshot import Snapshot
 from deltafin.store import Store, open_model
+from deltafin.tiers import READERS, Tiers, slots_within
 from deltafin.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -47,6 +48,8 @@ def load(
     backend: str = "auto",
     resident: str = "keep",
     experts: str = "keep",
+    ram: str | int | None = None,
+    readers: int = READERS,
     progress: Callable[[str], None] | None = None,
 ) -> "Model":
     """Open a model: ``"nano"``, the one that ships with deltafin, or the folder of a Hugging Face snapshot.
@@ -60,6 +63,10 @@ def load(
     ``resident="int8"`` packs the matrices that every token uses into memory, at half the bytes of bfloat16;
     ``experts="mxfp4"`` or ``"int8"`` the routed experts, at a quarter or half. What is stored packed stays as it is,
     and so does the router. Both round: the model is then not exactly the published one, and ``info`` says so.
+
+    ``ram`` (bytes, or a text such as ``"16GB"``) is a promise: this process stays below it, and experts that do not
+    fit are read when they are needed, ``readers`` at a time. Without it that is done for a model that does not fit in
+    what is free now, less a tenth. It never changes an answer. See ``Model.stats``.
 
     Raises ``CheckpointError`` or ``ConfigError`` naming what is wrong with the files, ``UsageError`` for an argument
     that cannot work.
@@ -83,7 +90,42 @@ def load(
         threads = 1 if store.totals["bytes"] < SMALL else machine.threads()
     table = ops.REFERENCE if backend == "reference" else ops.ready("numba", threads, machine.cores(), progress)
     torch.set_num_threads(threads)  # after the kernels' pool has started, which sets it to its own
-    return Model(store, table, DTYPES[dtype], resident, experts, progress)
+    tiers = _tiers(store, ram, DTYPES[dtype], resident, experts, readers, progress)
+    return Model(store, table, DTYPES[dtype], resident, experts, progress, tiers)
+
+
+def _tiers(
+    store: Snapshot | Store,
+    ram: str | int | None,
+    dtype: torch.dtype,
+    resident: str,
+    experts: str,
+    readers: int,
+    progress: Callable[[str], None] | None,
+) -> Tiers | None:
+    """Return slots for experts within ``ram``; None where all of them can lie in memory, or there are none."""
+    sizes = {i: store.slot_bytes(i) for i, layer in enumerate(store.config.layers) if isinstance(layer.ffn, MoE)}
+    most = placement.bytes_of(ram) if ram is not None else int(machine.memory().available * placement.SHARE)
+    if ram is None and (not sizes or 2 * store.totals["bytes"] < most):
+        return None
+    needs = demand.of_files(store, resident, experts, dtype.itemsize)
+    context = min(placement.CONTEXT, needs.longest or placement.CONTEXT)
+    try:
+        slots = slots_within(most, needs, sizes, context)
+    except UsageError:
+        if ram is not None:
+            raise
+        return None  # the system pages in what it can: slow, but nobody promised anything
+    if ram is None and sum(size * count for size, count in slots.items()) >= sum(
+        size * needs.layers[i].experts for i, size in sizes.items()
+    ):
+        return None
+    if experts != "keep" and any(store.expert_formats[i] - PACKED for i in sizes):
+        raise UsageError(
+            f"experts {experts!r} would be packed into memory, more of them than there is room for",
+            "deltafin convert packs them on the disk",
+        )
+    return Tiers(store, slots, readers=readers)
 
 
 class Model:
@@ -97,13 +139,15 @@ class Model:
         resident: str = "keep",
         experts: str = "keep",
         progress: Callable[[str], None] | None = None,
+        tiers: Tiers | None = None,
     ) -> None:
         self._store = store
+        self._tiers = tiers
         self.path = store.path
         self.name = "nano" if store.path == EMBEDDED else store.path.resolve().name
         self.config: ModelConfig = store.config
         self.decoder: Decoder
-        self.decoder, self._saved = assemble(store, table, dtype, resident, experts, progress)
+        self.decoder, self._saved = assemble(store, table, dtype, resident, experts, progress, tiers)
         chosen = {"resident": resident, "experts": experts}
         self._packed = {what: chosen[what] for what in self._saved}
 
@@ -161,6 +205,10 @@ class Model:
             "skipped tensors": ", ".join(f"{count} {part}" for part, count in self._store.skipped.items()) or "none",
             "fingerprint": self.fingerprint[:16],
         }
+
+    def stats(self) -> dict[str, Any]:
+        """Return what was counted since the model was opened, bytes and seconds; nothing where experts are mapped."""
+        return {} if self._tiers is None else self._tiers.stats()
 
     def _held(self, what: str, formats: Collection[str] = ()) -> str:
         """Say how weights are held; ``formats`` are what they are stored as."""

@@ -16,7 +16,8 @@ from deltafin.model.decoder import Decoder, parts
 from deltafin.placement import Demand, LayerDemand
 from deltafin.quant import GROUP
 from deltafin.session import CHECKPOINTS, PIECE
-from deltafin.store import Snapshot
+from deltafin.snapshot import Snapshot
+from deltafin.store import Store, open_model
 from deltafin.weights import Weight, matrices, specs
 
 WIDENED = 1 << 19
@@ -102,18 +103,18 @@ def of_layout(layout: Layout, resident: str = "keep", experts: str = "keep", act
     )
 
 
-def opened(path: Path) -> Snapshot:
+def opened(path: Path) -> Snapshot | Store:
     """Open the files of a model, whatever kind they are; raises as that does."""
-    return Snapshot(path)
+    return open_model(path)
 
 
-def of_files(files: Snapshot, resident: str = "keep", experts: str = "keep", activation: int = 4) -> Demand:
+def of_files(files: Snapshot | Store, resident: str = "keep", experts: str = "keep", activation: int = 4) -> Demand:
     """Return what a model asks for whose files are here; experts of one layer are taken to be alike."""
     embed, head = (files.read(f"edges.{name}") for name in ("embed", "head"))
     return demand(
         files.config,
         lambda name: files.read(name).nbytes,
-        lambda layer: sum(matrix.nbytes for matrix in files.expert(layer, 0)),
+        lambda layer: sum(e.stop - e.start for found in files.entries(layer, 0) for e in found),
         resident=resident,
         experts=experts,
         activation=activation,

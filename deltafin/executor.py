@@ -17,6 +17,7 @@ from deltafin.ops import Expert, Ops
 from deltafin.quant import GROUP, pack_int8, pack_mxfp4
 from deltafin.snapshot import Snapshot
 from deltafin.store import Store
+from deltafin.tiers import Tiers
 from deltafin.weights import Weight, bind, matrices
 
 PACK = {"int8": pack_int8, "mxfp4": partial(pack_mxfp4, closest=True)}
@@ -37,16 +38,18 @@ def assemble(
     resident: str = "keep",
     experts: str = "keep",
     progress: Callable[[str], None] | None = None,
+    tiers: Tiers | None = None,
 ) -> tuple[Decoder, Counter[str]]:
     """Bind every weight of ``store``; ``dtype`` is the type of the residual stream.
 
     Weights keep the type and the place they are stored in ("keep"), or matrices that are stored plain are packed into
     memory one by one: routed experts as ``experts`` says, all others as ``resident`` says. With the decoder comes how
-    many bytes that saves, under "resident" and "experts" if any were packed at all.
+    many bytes that saves, under "resident" and "experts" if any were packed at all. With ``tiers``, experts are read
+    into its slots, and cannot be packed.
 
     Raises ``CheckpointError`` on a wrong shape, or for a matrix to be packed that holds infinities.
     """
-    bound: dict[str, Any] = {part.prefix: _bind(store, part) for part in parts(store.config)}
+    bound: dict[str, Any] = {part.prefix: _bind(store, part, tiers) for part in parts(store.config)}
     saved = Counter[str]()
     for part in parts(store.config) if (resident, experts) != ("keep", "keep") else ():
         if progress:
@@ -61,11 +64,12 @@ def assemble(
     return Decoder(store.config, bound["edges"], blocks, dtype), saved
 
 
-def _bind(store: Snapshot | Store, part: Part) -> Any:
+def _bind(store: Snapshot | Store, part: Part, tiers: Tiers | None) -> Any:
     name = f"{part.prefix}.{{}}".format
-    others = {}
+    others: dict[str, Any] = {}
     if isinstance(part.config, MoE):
-        others["experts"] = MappedExperts(partial(store.expert, int(part.prefix.split(".")[1])))
+        layer = int(part.prefix.split(".")[1])
+        others["experts"] = MappedExperts(partial(store.expert, layer)) if tiers is None else tiers.layer(layer)
     return bind(
         part.weights,
         part.config,

@@ -20,6 +20,12 @@ PROCESS = 700_000_000
 About a quarter of it are pages of libraries, which other processes of the same kind share.
 """
 
+SHARE = 0.9
+"""How much of the memory that is free now deltafin plans with; the rest is left to other programs."""
+
+CONTEXT = 8192
+"""Tokens of a conversation that memory is planned for, where nobody says otherwise."""
+
 DRIVER = 500_000_000
 """Bytes of a GPU's memory that its driver's context takes."""
 

@@ -25,7 +25,7 @@ def load(model: str, options: dict[str, Any]) -> "Model":
     """Load a model as the loading options ask; what takes long is shown."""
     import deltafin
 
-    chosen = {name: options[name] for name in ("dtype", "threads", "backend", "resident", "experts")}
+    chosen = {name: options[name] for name in ("dtype", "threads", "backend", "resident", "experts", "ram")}
     with waiting() as tell:
         return deltafin.load(model, **chosen, progress=tell)
 
