@@ -1,8 +1,9 @@
 """The public face: load a model, generate, talk, save and resume."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -23,6 +24,7 @@ from deltafin.snapshot import Snapshot
 from deltafin.store import Store, open_model
 from deltafin.tiers import READERS, Tiers, slots_within
 from deltafin.tokenizer import Tokenizer
+from deltafin.trace import Step, TraceFile, Watch, watched
 
 Message = Mapping[str, Any]
 """A message in the usual shape: role, content, and what belongs to it."""
@@ -150,6 +152,8 @@ class Model:
         self.decoder, self._saved = assemble(store, table, dtype, resident, experts, progress, tiers)
         chosen = {"resident": resident, "experts": experts}
         self._packed = {what: chosen[what] for what in self._saved}
+        self._watch: Watch | None = None
+        self._seconds = Counter[str]()
 
     @property
     def fingerprint(self) -> str:
@@ -207,8 +211,49 @@ class Model:
         }
 
     def stats(self) -> dict[str, Any]:
-        """Return what was counted since the model was opened, bytes and seconds; nothing where experts are mapped."""
-        return {} if self._tiers is None else self._tiers.stats()
+        """Return what was counted since the model was opened: bytes and seconds, in all and by layer, of tiers.
+
+        Since it is watched, also the ``"seconds"`` by part.
+        """
+        counted = {} if self._tiers is None else self._tiers.stats()
+        return counted if self._watch is None else counted | {"seconds": dict(self._seconds)}
+
+    def watch(
+        self,
+        on_step: Callable[[Step], None] | None = None,
+        on_route: Callable[[int, Tensor, Tensor], None] | None = None,
+    ) -> None:
+        """From now on time each part of a token, for ``stats``.
+
+        ``on_step`` is called after each token or piece of a prompt (see ``trace.Step``), ``on_route`` with the number
+        of a layer, the experts it has chosen and their weights, NE each, before these are computed.
+        """
+        if self._watch is None:
+            self._watch = Watch()
+            self._watch.on_step.append(lambda step: self._seconds.update(step.by_part()))
+            self.decoder = watched(self.decoder, self._watch)
+        if on_step:
+            self._watch.on_step.append(on_step)
+        if on_route:
+            self._watch.on_route.append(on_route)
+
+    def trace(self, path: str | Path) -> TraceFile:
+        """Write routes and times to a file from now on, until what is returned is closed; see ``docs/tracing.md``.
+
+        Raises ``StorageError`` when the file cannot be written.
+        """
+        chosen = (self._packed.get(what, "keep") for what in ("resident", "experts"))
+        needs = demand.of_files(self._store, *chosen, activation=self.decoder.dtype.itemsize)
+        context = min(placement.CONTEXT, needs.longest or placement.CONTEXT)
+        experts = {
+            i: {"count": layer.experts, "chosen": layer.chosen, "bytes": layer.expert}
+            for i, layer in enumerate(needs.layers)
+            if layer.experts
+        }
+        about = {"model": self.name, "experts": experts, "other_bytes": needs.others(context)}
+        file = TraceFile(Path(path), about)
+        self.watch(on_step=file.write)
+        return file
 
     def _held(self, what: str, formats: Collection[str] = ()) -> str:
         """Say how weights are held; ``formats`` are what they are stored as."""
@@ -303,6 +348,7 @@ class Stats:
     """What one reply took: tokens of the prompt, how many of them were already read, seconds, tokens said.
 
     ``finish_reason`` is ``"stop"``, ``"length"``, ``"tool_calls"``, or ``"interrupted"`` when it was closed early.
+    ``counted`` is what ``Model.stats`` counted while the tokens were said, without the prompt.
     """
 
     prompt_tokens: int = 0
@@ -311,6 +357,7 @@ class Stats:
     generated_tokens: int = 0
     generate_seconds: float = 0.0
     finish_reason: str = ""
+    counted: dict[str, Any] = field(default_factory=dict)
 
 
 class Conversation(Session):
@@ -362,7 +409,7 @@ class Conversation(Session):
         self.stats.reused_tokens = max(0, len(prompt) - (self.tokens_read - read))
         parser = self.model.chat_format.parser(thinking=think)
         self.messages = messages  # from here on the message was heard; before, an error leaves all as it was
-        began, finish = time.perf_counter(), "interrupted"
+        began, before, finish = time.perf_counter(), self.model.stats(), "interrupted"
         try:
             for token in self.generate(sampler, max_tokens, self.model.tokenizer.stop_ids):
                 self.stats.generated_tokens += 1
@@ -377,6 +424,7 @@ class Conversation(Session):
         finally:
             parser.finish()
             reply = parser.message()
+            self.stats.counted = _since(before, self.model.stats())
             self.stats.finish_reason = "tool_calls" if finish == "stop" and reply.get("tool_calls") else finish
             self.messages.append(reply)
 
@@ -413,6 +461,18 @@ class Conversation(Session):
         super()._restore(about, saved)
         self.messages, self.thinking = list(about.get("messages", [])), about.get("thinking")
         self.options = dict(about.get("options", {}))
+
+
+def _since(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """Return by how much every number of ``now`` has grown; what is no number stays."""
+    grown: dict[str, Any] = {}
+    for name, value in now.items():
+        if isinstance(value, Mapping):
+            grown[name] = _since(before.get(name, {}), value)
+        else:
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            grown[name] = value - before.get(name, 0) if number else value
+    return grown
 
 
 def _until(pieces: Iterator[str], stop: Collection[str]) -> Iterator[str]:

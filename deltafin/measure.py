@@ -224,18 +224,29 @@ def disk_of(path: Path, expert: int, again: bool = False, progress: Progress | N
 
     ``expert`` is how many bytes are read at once, more or less. ``progress`` is called with one line before measuring.
     """
-    folder = path.resolve()
-    while not folder.exists():
-        folder = folder.parent
-    piece = min(max(1 << max(expert - 1, 1).bit_length(), PIECES[0]), PIECES[1])
+    folder, piece, where = _place(path, expert)
     known = _read()
-    where = f"disk {folder.stat().st_dev} {piece}"
     if again or where not in known:
         if progress:
             progress("measuring the disk")
         known[where] = vars(disk(folder, piece))
         _write(known)
     return Disk(**known[where])
+
+
+def known_disk(path: Path, expert: int) -> Disk | None:
+    """Return what ``disk_of`` measured before, or None. Arguments: as there."""
+    found = _read().get(_place(path, expert)[2])
+    return Disk(**found) if found else None
+
+
+def _place(path: Path, expert: int) -> tuple[Path, int, str]:
+    """A folder on the disk of ``path``, how much is read of it at once, and how measurements of that are called."""
+    folder = path.resolve()
+    while not folder.exists():
+        folder = folder.parent
+    piece = min(max(1 << max(expert - 1, 1).bit_length(), PIECES[0]), PIECES[1])
+    return folder, piece, f"disk {folder.stat().st_dev} {piece}"
 
 
 def measured(path: Path, expert: int, again: bool = False, progress: Progress | None = None) -> Measured:

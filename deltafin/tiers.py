@@ -25,17 +25,13 @@ from deltafin.direct import DirectFiles, anonymous, runs, up
 from deltafin.errors import UsageError
 from deltafin.mapped import view
 from deltafin.ops import FEW, HELD, Expert, Ops
-from deltafin.placement import PROCESS, Demand
+from deltafin.placement import EMBEDDING, PROCESS, Demand
 from deltafin.policy import AgedFrequency, Key
 from deltafin.snapshot import Snapshot
 from deltafin.store import Store
 
 READERS = 8
 """Reads that are under way at once: what keeps a solid-state disk busy, and no more than a spinning one can bear."""
-
-
-EMBEDDING = 64_000_000
-"""Bytes of an embedding that are taken to lie in memory: a token reads one row of it, with the pages around."""
 
 
 def slots_within(ram: int, demand: Demand, sizes: Mapping[int, int], context: int) -> dict[int, int]:

@@ -8,6 +8,7 @@ import click
 from deltafin import __version__
 from deltafin.cli import commands, plan
 from deltafin.cli.convert import convert
+from deltafin.cli.simulate import simulate
 from deltafin.cli.text import plain
 from deltafin.errors import DeltafinError
 
@@ -53,6 +54,6 @@ def main() -> None:
 for command in (
     *(commands.chat, commands.run, commands.info, convert),
     *(commands.verify, commands.evaluate, commands.bench),
-    *(plan.plan, plan.doctor),
+    *(plan.plan, plan.doctor, simulate),
 ):
     main.add_command(command)
