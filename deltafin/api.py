@@ -20,9 +20,10 @@ from deltafin.model.decoder import Decoder, forward
 from deltafin.reply import Piece
 from deltafin.sampling import Sampler
 from deltafin.session import PIECE, Session
+from deltafin.slots import slots_within
 from deltafin.snapshot import Snapshot
 from deltafin.store import Store, open_model
-from deltafin.tiers import READERS, Tiers, slots_within
+from deltafin.tiers import READERS, Tiers
 from deltafin.tokenizer import Tokenizer
 from deltafin.trace import Step, TraceFile, Watch, watched
 
@@ -127,7 +128,7 @@ def _tiers(
             f"experts {experts!r} would be packed into memory, more of them than there is room for",
             "deltafin convert packs them on the disk",
         )
-    return Tiers(store, slots, readers=readers)
+    return Tiers(store, slots, ram=most, readers=readers)
 
 
 class Model:

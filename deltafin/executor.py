@@ -12,6 +12,7 @@ from torch import Tensor
 from deltafin.config import MoE
 from deltafin.errors import CheckpointError, UsageError
 from deltafin.experts import MappedExperts, PackedExperts
+from deltafin.foresight import Guess
 from deltafin.model.decoder import Block, Decoder, Part, parts
 from deltafin.ops import Expert, Ops
 from deltafin.quant import GROUP, pack_int8, pack_mxfp4
@@ -49,7 +50,9 @@ def assemble(
 
     Raises ``CheckpointError`` on a wrong shape, or for a matrix to be packed that holds infinities.
     """
-    bound: dict[str, Any] = {part.prefix: _bind(store, part, tiers) for part in parts(store.config)}
+    bound: dict[str, Any] = {}
+    for part in parts(store.config):
+        bound[part.prefix] = _bind(store, part, tiers, partial(_guess, part, bound, store.config.eps, ops))
     saved = Counter[str]()
     for part in parts(store.config) if (resident, experts) != ("keep", "keep") else ():
         if progress:
@@ -58,18 +61,21 @@ def assemble(
             progress(f"packing {where}")
         bound[part.prefix] = _packed(store, part, bound[part.prefix], resident, experts, saved)
     blocks = tuple(
-        Block(layer, bound[f"layers.{i}.norms"], bound[f"layers.{i}.mixer"], bound[f"layers.{i}.ffn"], ops)
+        Block(
+            *(layer, bound[f"layers.{i}.norms"], bound[f"layers.{i}.mixer"], bound[f"layers.{i}.ffn"], ops),
+            ahead=tiers.foresight.see if tiers and isinstance(layer.ffn, MoE) else None,
+        )
         for i, layer in enumerate(store.config.layers)
     )
     return Decoder(store.config, bound["edges"], blocks, dtype), saved
 
 
-def _bind(store: Snapshot | Store, part: Part, tiers: Tiers | None) -> Any:
+def _bind(store: Snapshot | Store, part: Part, tiers: Tiers | None, guess: Guess) -> Any:
     name = f"{part.prefix}.{{}}".format
     others: dict[str, Any] = {}
     if isinstance(part.config, MoE):
         layer = int(part.prefix.split(".")[1])
-        others["experts"] = MappedExperts(partial(store.expert, layer)) if tiers is None else tiers.layer(layer)
+        others["experts"] = MappedExperts(partial(store.expert, layer)) if tiers is None else tiers.layer(layer, guess)
     return bind(
         part.weights,
         part.config,
@@ -78,6 +84,17 @@ def _bind(store: Snapshot | Store, part: Part, tiers: Tiers | None) -> Any:
         lambda field: store.describe(name(field)),
         **others,
     )
+
+
+def _guess(part: Part, bound: dict[str, Any], eps: float, ops: Ops, x_BTD: Tensor) -> list[int]:
+    """Return the experts that a layer's router would choose for one row of the stream."""
+    weights, norm = bound[part.prefix], bound[part.prefix.replace("ffn", "norms")].ffn
+    x_ND = ops.rms_norm(x_BTD, norm, eps).flatten(0, 1)
+    ids_NE, _ = ops.route(
+        *(x_ND, weights.router, weights.router_bias),
+        *(part.config.chosen, part.config.renormalize, part.config.scale),
+    )
+    return ids_NE[0].tolist()
 
 
 def _packed(store: Snapshot | Store, part: Part, weights: Any, resident: str, experts: str, saved: Counter[str]) -> Any:

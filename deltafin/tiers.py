@@ -7,12 +7,10 @@ came first. ``docs/tiers.md`` says how it works and what was measured.
 
 import os
 import threading
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from mmap import mmap
+from dataclasses import dataclass, fields
 from time import perf_counter
 from typing import Any
 
@@ -21,52 +19,24 @@ from torch import Tensor
 
 from deltafin import machine
 from deltafin.config import Activation, MoE
-from deltafin.direct import DirectFiles, anonymous, runs, up
+from deltafin.direct import DirectFiles, runs, up
 from deltafin.errors import UsageError
+from deltafin.foresight import Foresight, Guess
 from deltafin.mapped import view
 from deltafin.ops import FEW, HELD, Expert, Ops
-from deltafin.placement import EMBEDDING, PROCESS, Demand
 from deltafin.policy import AgedFrequency, Key
+from deltafin.pressure import Pressure
+from deltafin.slots import Pool, Read
 from deltafin.snapshot import Snapshot
 from deltafin.store import Store
 
 READERS = 8
-"""Reads that are under way at once: what keeps a solid-state disk busy, and no more than a spinning one can bear."""
-
-
-def slots_within(ram: int, demand: Demand, sizes: Mapping[int, int], context: int) -> dict[int, int]:
-    """Return how many slots of each size fit in ``ram`` bytes beside all else, for a context of so many tokens.
-
-    ``sizes`` has the bytes of a slot for each layer with experts. Every size gets what one token needs in a layer, and
-    of what is left a share by the bytes of its experts. Raises ``UsageError`` with a table where that does not fit.
-    """
-    most, least = Counter[int](), dict.fromkeys(sizes.values(), 0)
-    for layer, size in sizes.items():
-        most[size] += demand.layers[layer].experts
-        least[size] = max(least[size], min(demand.layers[layer].chosen, demand.layers[layer].experts))
-    need = {
-        "the program": PROCESS,
-        "buffers": demand.buffers,
-        f"state for {context:,} tokens": sum(demand.held(layer, context) for layer in demand.layers),
-        "weights that every token reads": demand.read,
-        "embedding, as far as it is read": min(demand.embed, EMBEDDING),
-        "experts that a token chooses in one layer": sum(size * count for size, count in least.items()),
-    }
-    room = ram - sum(need.values())
-    if room < 0:
-        rows = "\n".join(f"  {what:<42}{size / 1e9:10.3f} GB" for what, size in need.items())
-        raise UsageError(
-            f"{ram / 1e9:.3f} GB of memory are too few for this model:\n{rows}",
-            f"the smallest that works is {-(-sum(need.values()) // 1_000_000)}MB",
-        )
-    wanted = {size: size * (most[size] - least[size]) for size in most}
-    share = min(1.0, room / max(1, sum(wanted.values())))
-    return {size: least[size] + int(wanted[size] * share) // size for size in most}
+"""Reads that are under way at once: what keeps a solid-state disk busy."""
 
 
 @dataclass
 class Counters:
-    """What the experts of a layer took: found in memory, or not; of those not, read ahead; bytes, seconds.
+    """What the experts of a layer took: how many were in memory and how many not; of those not, read ahead; seconds.
 
     ``wait`` are seconds in which nothing was computed because a read was not done, ``compute`` the others.
     """
@@ -74,170 +44,120 @@ class Counters:
     hits: int = 0
     misses: int = 0
     foreseen: int = 0
-    bytes: int = 0
     wait: float = 0.0
     compute: float = 0.0
 
 
-class Pool:
-    """Slots of one size for the experts of some layers, in memory that takes nothing before it is filled.
-
-    Everything is done by the thread that computes, except that ``read`` (called with a key and the slot's first byte)
-    fills a slot in a thread of ``readers``; a slot belongs to its key from before that begins until after it has
-    ended, whether somebody still waits for it or not.
-    """
-
-    def __init__(self, size: int, count: int, least: int, policy: AgedFrequency) -> None:
-        self.size, self.count, self.least, self.policy = size, count, least, policy
-        self.memory: mmap = anonymous(size * count)
-        self.room = memoryview(self.memory)
-        self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
-        self.layers: dict[int, TieredExperts] = {}
-        self.slots = set(range(count))
-        self.free = sorted(self.slots, reverse=True)
-        self.pinned: set[Key] = set()
-        self.held: dict[Key, int] = {}
-        self.reading: dict[Key, tuple[int, Future[tuple[Expert, int]]]] = {}
-
-    @property
-    def spare(self) -> int:
-        """Slots that no pinned expert lies in."""
-        return self.count - len(self.pinned)
-
-    @property
-    def whole(self) -> bool:
-        """Whether there is a slot for every expert."""
-        return self.count >= sum(layer.experts for layer in self.layers.values())
-
-    def want(self, key: Key, leased: Collection[Key]) -> bool:
-        """Have an expert read, unless it is here or on its way; false where every slot is ``leased``."""
-        if key in self.held or key in self.reading:
-            return True
-        slot = self._slot(leased)
-        if slot is None:
-            return False
-        layer = self.layers[key[0]]
-        self.reading[key] = slot, layer.tiers.readers.submit(layer.tiers.read, self, key, slot)
-        return True
-
-    def get(self, key: Key) -> Expert:
-        """Return an expert that is here or on its way, waiting for it; raises what reading it raised."""
-        layer, x = key
-        if key not in self.held:
-            slot, future = self.reading[key]
-            try:
-                expert, size = future.result()
-            except Exception:
-                del self.reading[key]
-                self.free.append(slot)
-                raise
-            # In an order in which no interruption between two lines loses a slot: see ``recover``.
-            self.policy.admit(key)
-            self.layers[layer].held[x] = expert
-            self.held[key] = slot
-            del self.reading[key]
-            self.layers[layer].counters.bytes += size
-        return self.layers[layer].held[x]
-
-    def settle(self, wanted: Collection[Key] = ()) -> None:
-        """Take in what has arrived, and give up reads that have not begun, except of what is ``wanted``."""
-        for key, (slot, future) in list(self.reading.items()):
-            if key in wanted:
-                continue
-            if future.cancel():
-                del self.reading[key]
-                self.free.append(slot)
-            elif future.done():
-                with suppress(Exception):  # of what nobody asked for
-                    self.get(key)
-
-    def _slot(self, leased: Collection[Key]) -> int | None:
-        """Return a slot that is nobody's now: a free one, that of the policy's victim, that of a read not needed."""
-        if self.free:
-            return self.free.pop()
-        while (key := self.policy.victim(leased)) is not None:
-            if (slot := self._drop(key)) is not None:
-                return slot
-        for key, (slot, future) in list(self.reading.items()):
-            if key not in leased:
-                future.cancel() or future.exception()  # whose bytes may still be on their way into the slot
-                del self.reading[key]
-                return slot
-        return None
-
-    def _drop(self, key: Key) -> int | None:
-        slot = self.held.pop(key, None)
-        self.layers[key[0]].held.pop(key[1], None)
-        self.policy.drop(key)
-        return slot
-
-    def evict(self, keys: Sequence[Key]) -> bool:
-        """Free the slot of the last of ``keys`` that is here; false where none is."""
-        for key in reversed(keys):
-            if key in self.held and key not in self.pinned and (slot := self._drop(key)) is not None:
-                self.free.append(slot)
-                return True
-        return False
-
-    def give_back(self, size: int) -> int:
-        """Return at least ``size`` bytes of slots to the system, if so many can be spared; say how many it were."""
-        given = 0
-        while given < size and self.spare > self.least:
-            slot = self._slot(())
-            if slot is None:
-                break
-            if hasattr(self.memory, "madvise"):
-                self.memory.madvise(4, slot * self.size, self.size)  # MADV_DONTNEED
-            self.slots.discard(slot)
-            self.count -= 1
-            given += self.size
-        return given
-
-    def recover(self) -> None:
-        """Find out again which slots are free, after an exception at any moment."""
-        for key in [key for key in self.reading if key in self.held]:
-            del self.reading[key]
-        for layer, experts in self.layers.items():
-            for x in [x for x in experts.held if (layer, x) not in self.held]:
-                del experts.held[x]
-        taken = {*self.held.values(), *(slot for slot, _ in self.reading.values())}
-        self.free = sorted(self.slots - taken, reverse=True)
-
-
 class Tiers:
-    """The experts of all layers of a model: one pool of slots for each size of record, and the readers.
+    """The experts of all layers of a model: one pool of slots for each size of record, and the readers that fill them.
 
-    ``slots`` says how many slots there are of each size.
+    ``slots`` says how many there are of each size. ``ram`` is what the process may take in all: when it takes more,
+    slots are given back. ``heat`` is what an earlier run knew; ``lookahead`` None: where it is measured to be a gain.
     """
 
     def __init__(
         self,
         store: Snapshot | Store,
         slots: Mapping[int, int],
+        *,
+        ram: int | None = None,
         heat: Mapping[Key, float] | None = None,
+        lookahead: bool | None = None,
         readers: int = READERS,
     ) -> None:
-        self.store = store
+        self.store, self.ram = store, ram
         self.files = DirectFiles(store.files)
         self.lock = threading.RLock()
-        self.readers = ThreadPoolExecutor(readers, "deltafin-reader", _anywhere)
-        self.pools = {size: Pool(size, count, 0, AgedFrequency(count, heat)) for size, count in slots.items()}
+        self.window = 2 * readers
+        """How many experts of a prompt are read ahead."""
+        threads = ThreadPoolExecutor(readers, "deltafin-reader", _anywhere)
+        self.pools = {s: Pool(s, n, AgedFrequency(n, heat), threads, self._read) for s, n in slots.items()}
         self.layers: dict[int, TieredExperts] = {}
+        self.foresight = Foresight(lookahead)
+        self.pressure = Pressure()
+        self.notes: list[str] = []
+        """What the user should know, oldest first."""
+        self._given = 0
+        self._began = 0.0
+        if not self.files.direct:
+            self.notes.append(f"{store.path} cannot be read past the page cache: reads go through it")
 
-    def layer(self, layer: int) -> "TieredExperts":
-        """Return the experts of one layer."""
+    def layer(self, layer: int, guess: Guess) -> "TieredExperts":
+        """Return the experts of one layer; ``guess`` gives those that its router would choose now."""
         pool, moe = self.pools[self.store.slot_bytes(layer)], self.store.config.layers[layer].ffn
         assert isinstance(moe, MoE)
         pool.least = max(pool.least, min(moe.experts, moe.chosen))
-        self.layers[layer] = pool.layers[layer] = TieredExperts(self, pool, layer, moe.experts)
-        return self.layers[layer]
+        experts = TieredExperts(self, pool, layer, moe.experts, guess)
+        if self.layers:
+            next(reversed(self.layers.values())).following = experts
+        else:
+            self.first = experts
+        self.layers[layer] = experts
+        return experts
 
-    def read(self, pool: Pool, key: Key, slot: int) -> tuple[Expert, int]:
-        """Read an expert into a slot; return it, as views, and how many bytes that took. Runs in any thread."""
+    def pin(self, count: int) -> None:
+        """Hold the hottest ``count`` experts from now on; ``UsageError`` where there is no room for them."""
+        for pool in self.pools.values():
+            keys = [key for key in pool.policy.heat if key[0] in pool.experts][:count]
+            if len(keys) > pool.spare - pool.least:
+                raise UsageError(
+                    f"{len(keys)} experts cannot be pinned", f"there is room for {pool.spare - pool.least}"
+                )
+            pool.pin(keys)
+            count -= len(keys)
+
+    @property
+    def heat(self) -> dict[Key, float]:
+        """How hot every expert is, for a later run."""
+        return {key: heat for pool in self.pools.values() for key, heat in pool.policy.heat.items()}
+
+    def stats(self) -> dict[str, Any]:
+        """Return what was counted since the model was opened, in all and by layer: numbers, bytes and seconds."""
+        layers = {
+            i: {"bytes": layer.pool.bytes_read[i]} | {f.name: getattr(layer.counters, f.name) for f in fields(Counters)}
+            for i, layer in self.layers.items()
+        }
+        total = {name: sum(c[name] for c in layers.values()) for name in ("bytes", *(f.name for f in fields(Counters)))}
+        return total | {
+            "slots": {size: pool.count for size, pool in self.pools.items()},
+            "lookahead": self.foresight.lookahead,
+            "direct": self.files.direct,
+            "notes": list(self.notes),
+            "layers": layers,
+        }
+
+    def mind(self, pool: Pool, count: int, leased: Collection[Key]) -> None:
+        """Give slots back where filling ``count`` more would take more memory than there is for this process."""
+        if self.ram is None or (used := machine.resident()) is None:
+            return
+        over = used + pool.size * min(count, pool.fresh) - self.ram
+        if over > 0 and (given := pool.give_back(over, leased)):
+            self._note(given, f"to stay below {self.ram / 1e9:.3f} GB")
+
+    def begin(self, now: float) -> None:
+        """Note that a token begins."""
+        self._began = now
+        self.foresight.begin()
+
+    def end(self, now: float) -> None:
+        """Note that a token has ended, as far as experts are concerned."""
+        self.foresight.end(now - self._began)
+        if why := self.pressure.end(now - self._began):
+            given = sum(pool.give_back(pool.count * pool.size // 8, ()) for pool in self.pools.values())
+            if given:
+                self._note(given, why)
+
+    def _note(self, given: int, why: str) -> None:
+        self._given += given
+        self.notes = [note for note in self.notes if not note.endswith(why)]
+        self.notes.append(f"experts have {self._given / 1e9:.3f} GB less memory than planned, {why}")
+
+    def _read(self, pool: Pool, key: Key, at: int) -> Read:
+        """Read an expert into a slot. Runs in any thread."""
         layer, x = key
         matrices = self.store.entries(layer, x)
         reads, places = runs(e for tensors in matrices for e in tensors)
-        at, what = slot * pool.size, f"expert {x} of layer {layer}"
+        what = f"expert {x} of layer {layer}"
         for run in reads:
             self.files.read(run, pool.room[at + run.at : at + run.at + up(run.size)], what)
         expert = (
@@ -246,60 +166,68 @@ class Tiers:
         )
         return Expert(*expert), sum(up(run.size) for run in reads)
 
-    def stats(self) -> dict[str, Any]:
-        """Return what was counted since the model was opened, in all and by layer; bytes and seconds."""
-        layers = {layer: asdict(experts.counters) for layer, experts in self.layers.items()}
-        total = {name: sum(c[name] for c in layers.values()) for name in Counters.__dataclass_fields__}
-        return total | {"direct": self.files.direct, "layers": layers}
-
 
 class TieredExperts:
     """A layer's experts in a pool of slots, and on the disk. The same interface as ``MappedExperts``."""
 
-    def __init__(self, tiers: Tiers, pool: Pool, layer: int, experts: int) -> None:
-        self.tiers, self.pool, self.experts = tiers, pool, experts
+    def __init__(self, tiers: Tiers, pool: Pool, layer: int, experts: int, guess: Guess) -> None:
+        self.tiers, self.pool, self.guess = tiers, pool, guess
+        self.following: TieredExperts | None = None
         self.keys = [(layer, x) for x in range(experts)]
-        self.held: dict[int, Expert] = {}
+        self.held = pool.experts.setdefault(layer, {})
         self.counters = Counters()
+        self.previous: list[int] = []
+        """What the token before chose."""
+        self.early: set[int] = set()
+        """What is being read, or was, because it was foreseen."""
 
     def __call__(self, x_NM: Tensor, ids_NE: Tensor, weight_NE: Tensor, activation: Activation, ops: Ops) -> Tensor:
         """Return the weighted sum over each row's experts, NM."""
         with self.tiers.lock:
             began, waited = perf_counter(), self.counters.wait
+            if self is self.tiers.first and len(ids_NE) == 1:
+                self.tiers.begin(began)
             try:
                 return self._run(x_NM, ids_NE, weight_NE, activation, ops)
             except BaseException:
                 self.pool.recover()
                 raise
             finally:
-                self.counters.compute += perf_counter() - began - (self.counters.wait - waited)
+                ended = perf_counter()
+                self.counters.compute += ended - began - (self.counters.wait - waited)
+                if self.following is None and len(ids_NE) == 1:
+                    self.tiers.end(ended)
 
     def _run(self, x_NM: Tensor, ids_NE: Tensor, weight_NE: Tensor, activation: Activation, ops: Ops) -> Tensor:
-        rows = len(ids_NE)
+        rows, pool, held = len(ids_NE), self.pool, self.held
         used: list[int] = ids_NE[0].tolist() if rows == 1 else ids_NE.unique().tolist()
-        at_once = rows <= HELD and ops.together and x_NM.dtype != torch.float64
-        if at_once and len(used) > self.pool.spare:
-            halves = zip(*(t.split((rows + 1) // 2) for t in (x_NM, ids_NE, weight_NE)), strict=True)
-            return torch.cat([self._run(*half, activation, ops) for half in halves])
-        missing = [x for x in used if x not in self.held]
+        keys = [self.keys[x] for x in used]
+        leased = set(keys)
+        if pool.reading:
+            pool.settle(leased)
+        missing = [x for x in used if x not in held]
+        if missing:
+            self.tiers.mind(pool, len(missing), leased)
+        apart = ops.together and x_NM.dtype != torch.float64
+        if apart and 1 < rows <= HELD and len(used) > pool.spare:
+            halves = (slice(rows // 2), slice(rows // 2, rows))
+            return torch.cat([self._run(x_NM[h], ids_NE[h], weight_NE[h], activation, ops) for h in halves])
         self.counters.hits += len(used) - len(missing)
         self.counters.misses += len(missing)
-        if not self.pool.whole:
-            for x in used:
-                self.pool.policy.touch(self.keys[x], rows > FEW)
-        if missing:
-            if not at_once:
-                return ops.experts(x_NM, ids_NE, weight_NE, self._in_turn(used), activation)
-            leased = {self.keys[x] for x in used}
-            self.pool.settle(leased)
-            for x in missing:
-                if not self.pool.want(self.keys[x], leased):
-                    raise AssertionError(f"{self.pool.count} slots do not hold {len(used)} experts")
-            if rows == 1:
+        for key in keys:
+            pool.policy.touch(key, rows > FEW)
+        if missing and rows > 1 and not (apart and rows <= HELD):
+            return ops.experts(x_NM, ids_NE, weight_NE, self._in_turn(used, leased), activation)
+        for x in missing:
+            if not pool.want(self.keys[x], leased):
+                raise AssertionError(f"{pool.count} slots do not hold {len(used)} experts")
+        if rows == 1:
+            self._look_ahead(used, missing, leased)
+            if missing and apart:
                 return self._as_they_come(used, missing, x_NM, weight_NE, activation, ops)
-            for x in missing:
-                self._wait(x)
-        return ops.experts(x_NM, ids_NE, weight_NE, self.held.__getitem__, activation)
+        for x in missing:
+            self._wait(x)
+        return ops.experts(x_NM, ids_NE, weight_NE, held.__getitem__, activation)
 
     def _wait(self, x: int) -> Expert:
         began = perf_counter()
@@ -307,6 +235,18 @@ class TieredExperts:
             return self.pool.get(self.keys[x])
         finally:
             self.counters.wait += perf_counter() - began
+
+    def _look_ahead(self, used: list[int], missing: list[int], leased: set[Key]) -> None:
+        """Note what a token chose here, and begin to read what it is likely to choose in the layer that follows."""
+        foresight, layer = self.tiers.foresight, self.following
+        self.counters.foreseen += len(self.early.intersection(used))
+        self.early.clear()
+        foresight.check(self.keys[0][0], missing)
+        if layer is not None:
+            for x in foresight.guess(layer.keys[0][0], layer.previous, layer.guess):
+                if x not in layer.held and layer.pool.want(layer.keys[x], leased, patient=False):
+                    layer.early.add(x)
+        self.previous = used
 
     def _as_they_come(
         self, used: list[int], missing: list[int], x_NM: Tensor, weight_NE: Tensor, activation: Activation, ops: Ops
@@ -317,54 +257,46 @@ class TieredExperts:
         that one call makes.
         """
         place = {x: i for i, x in enumerate(used)}
-        x, parts = x_NM.float(), [torch.empty(0)] * len(used)
+        x, parts = x_NM.float(), torch.empty(len(used), x_NM.shape[1])
         late = set(missing)
-        ready, rest = [x for x in used if x not in late], list(missing)
+        ready, rest = [x for x in used if x not in late], missing
         while ready or rest:
             if not ready:
                 self._wait(rest[0])
-            ready, more = ready[:HELD], ready[HELD:]
-            while (
-                rest and len(ready) < HELD and (rest[0] in self.held or self.pool.reading[self.keys[rest[0]]][1].done())
-            ):
+            while rest and self.pool.has(self.keys[rest[0]]):
                 self._wait(rest[0])
-                ready.append(rest.pop(0))
-            places = [place[x] for x in ready]
-            shares = weight_NE[0, places].unsqueeze(1)
-            ids = torch.tensor(ready).unsqueeze(1)
-            for i, y in zip(
-                places,
-                ops.experts(x.expand(len(ready), -1), ids, shares, self.held.__getitem__, activation),
-                strict=True,
-            ):
-                parts[i] = y
-            ready = more
-        y = torch.zeros_like(x[0])
+                ready.append(rest[0])
+                rest = rest[1:]
+            now, ready = ready[:HELD], ready[HELD:]
+            at, ids = torch.tensor([place[x] for x in now]), torch.tensor(now).unsqueeze(1)
+            shares = weight_NE[0, at].unsqueeze(1)
+            parts[at] = ops.experts(x.expand(len(now), -1), ids, shares, self.held.__getitem__, activation)
+        y = torch.zeros_like(x)
         for part in parts:
             y += part
-        return y.to(x_NM.dtype).unsqueeze(0)
+        return y.to(x_NM.dtype)
 
-    def _in_turn(self, used: list[int]) -> Callable[[int], Expert]:
-        """Return what gives one of ``used`` after the other; one is good until the next is asked for."""
-        keys = [self.keys[x] for x in used]
-        turn = {x: i for i, x in enumerate(used)}
-        leased = set(keys)  # what is needed now or later
-        ahead = 2 * self.tiers.readers._max_workers
+    def _in_turn(self, used: list[int], leased: set[Key]) -> Callable[[int], Expert]:
+        """Return what gives one of ``used`` after the other, each read once; one is good until the next is asked for.
+
+        ``leased`` are the keys of those whose turn is still to come.
+        """
+        keys, turn = [self.keys[x] for x in used], {x: i for i, x in enumerate(used)}
         asked = 0
 
         def expert(x: int) -> Expert:
             nonlocal asked
             at = turn[x]
             leased.difference_update(keys[max(0, at - 1) : at])
+            self.tiers.mind(self.pool, self.tiers.window, leased)
             while not self.pool.want(keys[at], leased):
-                if not self.pool.evict(keys[at + 1 :]):
-                    raise AssertionError("no slot")
+                if not self.pool.evict(keys[at + 1 :]):  # which will be read again
+                    raise AssertionError(f"{self.pool.count} slots do not hold one expert")
             asked = max(asked, at + 1)
-            while asked < len(keys) and asked <= at + ahead and self.pool.want(keys[asked], leased):
+            while asked < len(keys) and asked <= at + self.tiers.window and self.pool.want(keys[asked], leased):
                 asked += 1
             return self._wait(x)
 
-        self.pool.settle(leased)
         return expert
 
 
