@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from deltafin import demand, machine, ops, placement
+from deltafin import demand, library, machine, ops, placement
 from deltafin.chat import ChatFormat, chat_format
 from deltafin.config import KDA, ModelConfig, MoE
 from deltafin.errors import ChatError, UsageError
@@ -55,7 +55,10 @@ def load(
     readers: int = READERS,
     progress: Callable[[str], None] | None = None,
 ) -> "Model":
-    """Open a model: ``"nano"``, the one that ships with deltafin, or the folder of a Hugging Face snapshot.
+    """Open a model: ``"nano"``, the folder of a Hugging Face snapshot or of a store, or the name of what was pulled.
+
+    ``"nano"`` ships with deltafin. A name is ``org/name`` or ``org/name@revision`` of a model that ``deltafin pull``
+    has fetched; nothing is asked online.
 
     Weights are read in place and keep the precision they are stored in. ``dtype`` is the type of the activations:
     ``"float32"`` (default; exact for bfloat16 and MXFP4 weights up to the rounding of sums), ``"bfloat16"`` as the
@@ -85,9 +88,12 @@ def load(
         raise UsageError(f"threads {threads} is not supported", "use 1 or more")
     path = EMBEDDED if str(name_or_path) == "nano" else Path(name_or_path).expanduser()
     if not path.is_dir():
-        raise UsageError(
-            f"there is no model folder {str(name_or_path)!r}", "give the folder of a Hugging Face snapshot, or nano"
-        )
+        if library.split(str(name_or_path)) is None:
+            raise UsageError(
+                f"there is no model folder {str(name_or_path)!r}",
+                "give the folder of a Hugging Face snapshot or a store, org/name of one that was pulled, or nano",
+            )
+        path = library.find(str(name_or_path))
     store = open_model(path)
     if threads is None:
         threads = 1 if store.totals["bytes"] < SMALL else machine.threads()
@@ -147,7 +153,7 @@ class Model:
         self._store = store
         self._tiers = tiers
         self.path = store.path
-        self.name = "nano" if store.path == EMBEDDED else store.path.resolve().name
+        self.name = "nano" if store.path == EMBEDDED else library.title(store.path)
         self.config: ModelConfig = store.config
         self.decoder: Decoder
         self.decoder, self._saved = assemble(store, table, dtype, resident, experts, progress, tiers)
@@ -207,6 +213,7 @@ class Model:
             "activations": str(self.decoder.dtype).removeprefix("torch."),
             "threads": table.threads(),
             "operations": f"{backend}: {', '.join(replaced)}" if replaced else f"{table.name} reference",
+            **self._store.origin,
             "skipped tensors": ", ".join(f"{count} {part}" for part, count in self._store.skipped.items()) or "none",
             "fingerprint": self.fingerprint[:16],
         }

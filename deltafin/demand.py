@@ -4,7 +4,6 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -17,7 +16,7 @@ from deltafin.placement import Demand, LayerDemand
 from deltafin.quant import GROUP
 from deltafin.session import CHECKPOINTS, PIECE
 from deltafin.snapshot import Snapshot
-from deltafin.store import Store, open_model
+from deltafin.store import Store
 from deltafin.weights import Weight, matrices, specs
 
 WIDENED = 1 << 19
@@ -76,7 +75,6 @@ def demand(
         piece=PIECE,
         buffers=_buffers(config, activation),
         copies=1 + CHECKPOINTS,
-        growth=2,
         longest=config.context,
     )
 
@@ -101,11 +99,6 @@ def of_layout(layout: Layout, resident: str = "keep", experts: str = "keep", act
         activation=activation,
         tied=rules["edges.head"].sources == rules["edges.embed"].sources,
     )
-
-
-def opened(path: Path) -> Snapshot | Store:
-    """Open the files of a model, whatever kind they are; raises as that does."""
-    return open_model(path)
 
 
 def of_files(files: Snapshot | Store, resident: str = "keep", experts: str = "keep", activation: int = 4) -> Demand:

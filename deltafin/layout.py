@@ -1,8 +1,9 @@
 """What a checkpoint's config and headers tell, without a byte of its weights."""
 
 import math
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from deltafin import families
@@ -15,6 +16,32 @@ from deltafin.quant import GROUP
 FLOATS = (("BF16", "F32", "F16", "F64"),)
 PACKED = (("U8",), ("U8", "F8_E8M0"))
 """Types that a dense tensor, and that the codes and the scales of a packed one, may be stored in."""
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+NUMBERED = re.compile(r"(.*-)(\d+)(-of-0*(\d+)\.safetensors)")
+
+
+def shards(raw: Mapping[str, Any], present: Collection[str], index: Any, where: str) -> list[str]:
+    """Return the names of the files that hold the model: what an index lists, or ``model.safetensors``, or all.
+
+    ``present`` are the names of the files that there are, ``index`` is the parsed index called ``where`` in errors,
+    ``None`` without one. A listed file that is not present is returned too, unless it holds only parts that are passed
+    over; without an index, numbered names tell how many there should be.
+    """
+    family = families.family(raw)
+    if index is not None:
+        weight_map = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+            raise CheckpointError(f"{where} has no weight_map", "fetch the file again")
+        found = set(weight_map.values()) & set(present)
+        absent = ((name, f) for name, f in weight_map.items() if f not in found)
+        return sorted(found | {f for name, f in absent if family.skipped(name, raw) is None})
+    if SINGLE in present:
+        return [SINGLE]
+    found = {name for name in present if name.endswith(".safetensors") and "/" not in name}
+    numbered = [m for m in map(NUMBERED.fullmatch, found) if m]
+    return sorted(found | {f"{m[1]}{i:0{len(m[2])}}{m[3]}" for m in numbered for i in range(1, int(m[4]) + 1)})
 
 
 class Layout:

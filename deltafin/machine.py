@@ -137,3 +137,10 @@ def cache_folder() -> Path | None:
             with tempfile.TemporaryFile("wb", dir=folder):
                 return folder
     return None
+
+
+def hub_folder() -> Path:
+    """Return the hub's cache, which other tools share; the environment says now where it is."""
+    home = os.getenv("HF_HOME") or os.path.join(os.getenv("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    chosen = os.getenv("HF_HUB_CACHE") or os.getenv("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
+    return Path(os.path.expandvars(os.path.expanduser(chosen)))

@@ -5,7 +5,6 @@ checked when the files are opened: missing, unknown, wrongly typed or shaped ten
 """
 
 import hashlib
-import re
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -13,11 +12,10 @@ from typing import Any
 
 from torch import Tensor
 
-from deltafin import families
 from deltafin.direct import PAGE, up
 from deltafin.errors import CheckpointError
 from deltafin.headers import Entry, read_header, read_json
-from deltafin.layout import Layout
+from deltafin.layout import INDEX, Layout, shards
 from deltafin.mapped import MappedFiles
 from deltafin.ops import Expert
 from deltafin.quant import GROUP, MXFP4, check_scales
@@ -48,6 +46,11 @@ class Snapshot:
                 for x in range(moe.experts):
                     self.expert(layer, x)
                     self.release_expert(layer, x)  # or what lies around the scales would count as memory in use
+
+    @property
+    def origin(self) -> dict[str, str]:
+        """What ``info`` says of where the weights come from."""
+        return {"stored as": "Hugging Face snapshot"}
 
     def read(self, name: str) -> Weight:
         """Return one of our tensors by our name (``layers.3.mixer.q``): a view where its rule changes nothing."""
@@ -137,27 +140,11 @@ def open_layout(path: Path) -> Layout:
 
 
 def _shards(path: Path, raw: Any) -> list[Path]:
-    """Return the files that hold the model: what an index lists, or ``model.safetensors``, or all there are.
-
-    All that are missing are named at once; without an index, numbered names tell how many there should be.
-    """
-    family = families.family(raw)
-    index, single = path / "model.safetensors.index.json", path / "model.safetensors"
-    if index.exists():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
-            raise CheckpointError(f"{index} has no weight_map", "fetch the file again")
-        present = {f for f in set(weight_map.values()) if (path / f).exists()}
-        absent = ((name, f) for name, f in weight_map.items() if f not in present)
-        listed = sorted(present | {f for name, f in absent if family.skipped(name, raw) is None})
-    elif single.exists():
-        listed = [single.name]
-    else:
-        present = sorted(path.glob("*.safetensors"))
-        numbered = (re.fullmatch(r"(.*-)(\d+)(-of-0*(\d+)\.safetensors)", p.name) for p in present)
-        expected = {f"{m[1]}{i:0{len(m[2])}}{m[3]}" for m in numbered if m for i in range(1, int(m[4]) + 1)}
-        listed = sorted(expected | {p.name for p in present})
-    missing = [name for name in listed if not (path / name).exists()]
+    """Return the files that hold the model; all that are missing are named at once."""
+    index = path / INDEX
+    files = {f.relative_to(path).as_posix() for f in path.rglob("*.safetensors") if f.exists()}  # no broken links
+    listed = shards(raw, files, read_json(index) if index.exists() else None, str(index))
+    missing = [name for name in listed if name not in files]
     if missing:
         raise CheckpointError(
             f"{path} lacks {len(missing)} of {len(listed)} files: {', '.join(missing)}", "fetch them again"

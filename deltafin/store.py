@@ -78,7 +78,7 @@ class Store:
         self._mapped = MappedFiles(self.files)
         self._resident = headers[0]
         self._experts = {
-            int(layer): (headers[i][EXPERTS], kept["kinds"], kept["kind"])
+            int(layer): (headers[i][EXPERTS], kept["kinds"], kept.get("kind") or [0] * headers[i][EXPERTS].shape[0])
             for i, (layer, kept) in enumerate(about["experts"].items(), 1)
         }
         self._check_tensors()
@@ -88,6 +88,16 @@ class Store:
         }
         self._count(about["parameters"])
         self._check(headers, full, progress)
+
+    @property
+    def origin(self) -> dict[str, str]:
+        """What ``info`` says of where the weights come from."""
+        chosen = ", ".join(f"{what} {how}" for what, how in self.encodings.items() if how != "keep")
+        repository, revision = self.source
+        return {
+            "stored as": "deltafin store" + (f", converted with {chosen}" if chosen else ", nothing re-encoded"),
+            **({"source": f"{repository} at {revision}"} if repository else {}),
+        }
 
     def read(self, name: str) -> Weight:
         """Return one of our tensors by our name (``layers.3.mixer.q``): a view of the file."""

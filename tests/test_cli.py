@@ -87,7 +87,8 @@ _load = cache(api.load)
 def test_help_names_every_command():
     result = invoke("--help")
     assert result.exit_code == 0
-    assert [*main.commands] == ["chat", "run", "info", "verify", "eval", "bench", "plan", "doctor"]
+    opening = ["chat", "run", "info", "convert", "verify", "eval", "bench"]
+    assert [*main.commands] == [*opening, "pull", "list", "remove", "plan", "doctor"]
     assert all(f"  {name} " in result.output for name in main.commands)
 
 
