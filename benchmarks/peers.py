@@ -56,12 +56,24 @@ def read_peer(output: str) -> Turn:
 
 
 def programs(
-    folder: Path, gguf: Sequence[Path], threads: int, llama_bench: str | None, others: dict[str, str]
+    folder: Path,
+    gguf: Sequence[Path],
+    threads: int,
+    llama_bench: str | None,
+    others: dict[str, str],
+    packed: bool = False,
 ) -> list[Program]:
-    """List what can run here; ``others`` are the interpreters that have transformers or mlx."""
+    """List what can run here; ``others`` are the interpreters that have transformers or mlx.
+
+    ``packed``: deltafin runs with rounded weights too, to be compared with files of as many bits.
+    """
     deltafin = [sys.executable, "-c", "from deltafin.cli import main; main()", "bench", str(folder)]
     deltafin += ["--json", "--contexts", f"0,{PREFILL}", "--threads", str(threads)]
-    found = [Program("deltafin", deltafin, read_deltafin)]
+    packings = {"deltafin": (), "deltafin int8": ("int8", "int8"), "deltafin int8 + MXFP4": ("int8", "mxfp4")}
+    found = []
+    for name, packing in packings.items() if packed else (("deltafin", ()),):
+        options = ["--resident", packing[0], "--experts", packing[1]] if packing else []
+        found.append(Program(name, deltafin + options, read_deltafin))
     for file in gguf if llama_bench else ():
         command = [str(llama_bench), "-m", str(file), "-p", str(PREFILL), "-n", str(DECODE), "-t", str(threads)]
         found.append(Program(f"llama.cpp {file.stem}", [*command, "-r", "3", "-o", "json"], read_llama))
@@ -121,6 +133,7 @@ def has(python: str, module: str) -> bool:
 @click.option("--transformers", default=sys.executable, metavar="PYTHON", help="Interpreter that has transformers.")
 @click.option("--mlx", default=sys.executable, metavar="PYTHON", help="Interpreter that has mlx-lm.")
 @click.option("--threads", type=click.IntRange(min=1), default=os.cpu_count(), metavar="N", help="Default: all.")
+@click.option("--packed", is_flag=True, help="Run deltafin with int8 and with int8 and MXFP4 weights too.")
 @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, metavar="N")
 def main(
     folder: Path,
@@ -129,6 +142,7 @@ def main(
     transformers: str,
     mlx: str,
     threads: int,
+    packed: bool,
     rounds: int,
 ) -> None:
     """Print a table of speeds."""
@@ -136,7 +150,7 @@ def main(
     present = {name: python for name, (python, module) in others.items() if has(python, module)}
     for name in [n for n in others if n not in present] + ([] if llama_bench and gguf else ["llama.cpp"]):
         click.echo(f"{name} is left out: not installed, or nothing for it to run", err=True)
-    entrants = programs(folder, gguf, threads, llama_bench, present)
+    entrants = programs(folder, gguf, threads, llama_bench, present, packed)
     turns = compete(entrants, rounds, lambda text: click.echo(text, err=True))
     click.echo("\n".join(table(turns)))
 

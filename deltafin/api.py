@@ -11,17 +11,19 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from deltafin import demand, machine, ops, placement
+from deltafin import demand, library, machine, ops, placement
 from deltafin.chat import ChatFormat, chat_format
 from deltafin.config import KDA, ModelConfig, MoE
 from deltafin.errors import ChatError, UsageError
-from deltafin.executor import assemble
+from deltafin.executor import PACKED, assemble
 from deltafin.model.decoder import Decoder, forward
 from deltafin.reply import Piece
 from deltafin.sampling import Sampler
 from deltafin.session import PIECE, Session
+from deltafin.slots import slots_within
 from deltafin.snapshot import Snapshot
 from deltafin.store import Store, open_model
+from deltafin.tiers import READERS, Tiers
 from deltafin.tokenizer import Tokenizer
 from deltafin.trace import Step, TraceFile, Watch, watched
 
@@ -49,9 +51,14 @@ def load(
     backend: str = "auto",
     resident: str = "keep",
     experts: str = "keep",
+    ram: str | int | None = None,
+    readers: int = READERS,
     progress: Callable[[str], None] | None = None,
 ) -> "Model":
-    """Open a model: ``"nano"``, the one that ships with deltafin, or the folder of a Hugging Face snapshot.
+    """Open a model: ``"nano"``, the folder of a Hugging Face snapshot or of a store, or the name of what was pulled.
+
+    ``"nano"`` ships with deltafin. A name is ``org/name`` or ``org/name@revision`` of a model that ``deltafin pull``
+    has fetched; nothing is asked online.
 
     Weights are read in place and keep the precision they are stored in. ``dtype`` is the type of the activations:
     ``"float32"`` (default; exact for bfloat16 and MXFP4 weights up to the rounding of sums), ``"bfloat16"`` as the
@@ -62,6 +69,10 @@ def load(
     ``resident="int8"`` packs the matrices that every token uses into memory, at half the bytes of bfloat16;
     ``experts="mxfp4"`` or ``"int8"`` the routed experts, at a quarter or half. What is stored packed stays as it is,
     and so does the router. Both round: the model is then not exactly the published one, and ``info`` says so.
+
+    ``ram`` (bytes, or a text such as ``"16GB"``) is a promise: this process stays below it, and experts that do not
+    fit are read when they are needed, ``readers`` at a time. Without it that is done for a model that does not fit in
+    what is free now, less a tenth. It never changes an answer. See ``Model.stats``.
 
     Raises ``CheckpointError`` or ``ConfigError`` naming what is wrong with the files, ``UsageError`` for an argument
     that cannot work.
@@ -77,15 +88,53 @@ def load(
         raise UsageError(f"threads {threads} is not supported", "use 1 or more")
     path = EMBEDDED if str(name_or_path) == "nano" else Path(name_or_path).expanduser()
     if not path.is_dir():
-        raise UsageError(
-            f"there is no model folder {str(name_or_path)!r}", "give the folder of a Hugging Face snapshot, or nano"
-        )
+        if library.split(str(name_or_path)) is None:
+            raise UsageError(
+                f"there is no model folder {str(name_or_path)!r}",
+                "give the folder of a Hugging Face snapshot or a store, org/name of one that was pulled, or nano",
+            )
+        path = library.find(str(name_or_path))
     store = open_model(path)
     if threads is None:
         threads = 1 if store.totals["bytes"] < SMALL else machine.threads()
     table = ops.REFERENCE if backend == "reference" else ops.ready("numba", threads, machine.cores(), progress)
     torch.set_num_threads(threads)  # after the kernels' pool has started, which sets it to its own
-    return Model(store, table, DTYPES[dtype], resident, experts, progress)
+    tiers = _tiers(store, ram, DTYPES[dtype], resident, experts, readers, progress)
+    return Model(store, table, DTYPES[dtype], resident, experts, progress, tiers)
+
+
+def _tiers(
+    store: Snapshot | Store,
+    ram: str | int | None,
+    dtype: torch.dtype,
+    resident: str,
+    experts: str,
+    readers: int,
+    progress: Callable[[str], None] | None,
+) -> Tiers | None:
+    """Return slots for experts within ``ram``; None where all of them can lie in memory, or there are none."""
+    sizes = {i: store.slot_bytes(i) for i, layer in enumerate(store.config.layers) if isinstance(layer.ffn, MoE)}
+    most = placement.bytes_of(ram) if ram is not None else int(machine.memory().available * placement.SHARE)
+    if ram is None and (not sizes or 2 * store.totals["bytes"] < most):
+        return None
+    needs = demand.of_files(store, resident, experts, dtype.itemsize)
+    context = min(placement.CONTEXT, needs.longest or placement.CONTEXT)
+    try:
+        slots = slots_within(most, needs, sizes, context)
+    except UsageError:
+        if ram is not None:
+            raise
+        return None  # the system pages in what it can: slow, but nobody promised anything
+    if ram is None and sum(size * count for size, count in slots.items()) >= sum(
+        size * needs.layers[i].experts for i, size in sizes.items()
+    ):
+        return None
+    if experts != "keep" and any(store.expert_formats[i] - PACKED for i in sizes):
+        raise UsageError(
+            f"experts {experts!r} would be packed into memory, more of them than there is room for",
+            "deltafin convert packs them on the disk",
+        )
+    return Tiers(store, slots, ram=most, readers=readers)
 
 
 class Model:
@@ -99,13 +148,15 @@ class Model:
         resident: str = "keep",
         experts: str = "keep",
         progress: Callable[[str], None] | None = None,
+        tiers: Tiers | None = None,
     ) -> None:
         self._store = store
+        self._tiers = tiers
         self.path = store.path
-        self.name = "nano" if store.path == EMBEDDED else store.path.resolve().name
+        self.name = "nano" if store.path == EMBEDDED else library.title(store.path)
         self.config: ModelConfig = store.config
         self.decoder: Decoder
-        self.decoder, self._saved = assemble(store, table, dtype, resident, experts, progress)
+        self.decoder, self._saved = assemble(store, table, dtype, resident, experts, progress, tiers)
         chosen = {"resident": resident, "experts": experts}
         self._packed = {what: chosen[what] for what in self._saved}
         self._watch: Watch | None = None
@@ -162,13 +213,18 @@ class Model:
             "activations": str(self.decoder.dtype).removeprefix("torch."),
             "threads": table.threads(),
             "operations": f"{backend}: {', '.join(replaced)}" if replaced else f"{table.name} reference",
+            **self._store.origin,
             "skipped tensors": ", ".join(f"{count} {part}" for part, count in self._store.skipped.items()) or "none",
             "fingerprint": self.fingerprint[:16],
         }
 
     def stats(self) -> dict[str, Any]:
-        """Return what was counted since the model was opened, and since it is watched the ``"seconds"`` by part."""
-        return {} if self._watch is None else {"seconds": dict(self._seconds)}
+        """Return what was counted since the model was opened: bytes and seconds, in all and by layer, of tiers.
+
+        Since it is watched, also the ``"seconds"`` by part.
+        """
+        counted = {} if self._tiers is None else self._tiers.stats()
+        return counted if self._watch is None else counted | {"seconds": dict(self._seconds)}
 
     def watch(
         self,
@@ -198,7 +254,7 @@ class Model:
         needs = demand.of_files(self._store, *chosen, activation=self.decoder.dtype.itemsize)
         context = min(placement.CONTEXT, needs.longest or placement.CONTEXT)
         experts = {
-            i: {"count": layer.experts, "chosen": layer.chosen, "bytes": layer.expert}
+            i: {"count": layer.experts, "chosen": layer.chosen, "bytes": self._store.slot_bytes(i)}
             for i, layer in enumerate(needs.layers)
             if layer.experts
         }

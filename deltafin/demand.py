@@ -4,7 +4,6 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -76,7 +75,6 @@ def demand(
         piece=PIECE,
         buffers=_buffers(config, activation),
         copies=1 + CHECKPOINTS,
-        growth=2,
         longest=config.context,
     )
 
@@ -103,18 +101,13 @@ def of_layout(layout: Layout, resident: str = "keep", experts: str = "keep", act
     )
 
 
-def opened(path: Path) -> Snapshot:
-    """Open the files of a model, whatever kind they are; raises as that does."""
-    return Snapshot(path)
-
-
 def of_files(files: Snapshot | Store, resident: str = "keep", experts: str = "keep", activation: int = 4) -> Demand:
     """Return what a model asks for whose files are here; experts of one layer are taken to be alike."""
     embed, head = (files.read(f"edges.{name}") for name in ("embed", "head"))
     return demand(
         files.config,
         lambda name: files.read(name).nbytes,
-        lambda layer: sum(matrix.nbytes for matrix in files.expert(layer, 0)),
+        lambda layer: sum(e.stop - e.start for found in files.entries(layer, 0) for e in found),
         resident=resident,
         experts=experts,
         activation=activation,

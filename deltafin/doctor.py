@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from deltafin import __version__, machine
 from deltafin.errors import DeltafinError
@@ -223,11 +222,11 @@ def _disk(model: Path | None, again: bool, tell: Progress) -> Iterator[Check]:
 
 
 def _hub() -> Iterator[Check]:
-    from huggingface_hub import constants, get_token
+    from huggingface_hub import get_token
 
     endpoint = os.environ.get("HF_ENDPOINT", "the default")
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
-    folder = Path(constants.HF_HUB_CACHE)
+    folder = machine.hub_folder()
     token = "is set" if get_token() else "is not set: gated models cannot be fetched"
     text = f"{folder}, endpoint {endpoint}{', offline' * offline}, a token {token}"
     if _writable(folder):
@@ -239,9 +238,10 @@ def _hub() -> Iterator[Check]:
 
 def _model(path: Path | None) -> Iterator[Check]:
     from deltafin import demand, placement
+    from deltafin.store import open_model
 
     assert path is not None
-    opened: Any = demand.opened(path)
+    opened = open_model(path)
     need = demand.of_files(opened)
     text = f"{path.name}: {opened.config.family}, {need.weights / 1e9:.2f} GB of weights"
     free = machine.memory().available

@@ -21,6 +21,10 @@ class CheckpointError(DeltafinError):
     """A model's files are missing, cut, damaged or not what the configuration promises."""
 
 
+class HubError(DeltafinError):
+    """A repository of the hub cannot be reached, or not be read, or what it sends is not what it published."""
+
+
 class TokenizerError(DeltafinError):
     """Vocabulary files are missing or damaged; models still run on token ids without them."""
 

@@ -1,5 +1,6 @@
 """What this machine has: cores, memory, a folder for caches."""
 
+import mmap
 import os
 import subprocess
 import sys
@@ -62,6 +63,15 @@ class Memory:
     total: int
     available: int
     limit: str
+
+
+def resident() -> int | None:
+    """Return the bytes of memory that this process takes now, mapped files included; None where that is not known."""
+    try:
+        with open("/proc/self/statm", "rb", buffering=0) as file:
+            return int(file.read().split()[1]) * mmap.PAGESIZE
+    except OSError:
+        return None
 
 
 def memory(root: Path = Path("/")) -> Memory:
@@ -127,3 +137,10 @@ def cache_folder() -> Path | None:
             with tempfile.TemporaryFile("wb", dir=folder):
                 return folder
     return None
+
+
+def hub_folder() -> Path:
+    """Return the hub's cache, which other tools share; the environment says now where it is."""
+    home = os.getenv("HF_HOME") or os.path.join(os.getenv("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    chosen = os.getenv("HF_HUB_CACHE") or os.getenv("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
+    return Path(os.path.expandvars(os.path.expanduser(chosen)))

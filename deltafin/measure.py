@@ -36,9 +36,6 @@ READERS = 8
 PIECES = (1 << 18, 1 << 24)
 """The smallest and the largest piece that is read from a disk at once."""
 
-SHARE = 0.9
-"""How much of the memory that is free now deltafin plans with; the rest is left to other programs."""
-
 FORMAT = 1
 
 Progress = Callable[[str], None]
@@ -264,7 +261,9 @@ def measured(path: Path, expert: int, again: bool = False, progress: Progress | 
     speed, found, memory = known["speed"], disk_of(path, expert, again, progress), machine.memory()
     device = dict(speed["gpu"] or {})
     name = device.pop("name", None)
-    have = placement.Machine(int(memory.available * SHARE), speed["ram_gbs"], found.gbs, speed["cpu_gflops"], **device)
+    have = placement.Machine(
+        int(memory.available * placement.SHARE), speed["ram_gbs"], found.gbs, speed["cpu_gflops"], **device
+    )
     how = "direct reads" if found.direct else "reads that the system may have cached"
     notes = [
         f"memory {memory.available / 1e9:.1f} GB free of {memory.total / 1e9:.1f} GB ({memory.limit}), "

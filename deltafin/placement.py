@@ -20,6 +20,9 @@ PROCESS = 700_000_000
 About a quarter of it are pages of libraries, which other processes of the same kind share.
 """
 
+SHARE = 0.9
+"""How much of the memory that is free now deltafin plans with; the rest is left to other programs."""
+
 CONTEXT = 8192
 """Tokens of a conversation that memory is planned for, where nobody says otherwise."""
 
@@ -118,8 +121,7 @@ class Demand:
 
     Sizes are bytes; an embedding that is the head as well is not counted again. A prompt is read ``piece`` tokens at
     a time, which takes ``buffers`` bytes. ``copies`` says how many copies of the state a conversation keeps, its own
-    among them, and ``growth`` how much more a cache takes while it grows. ``longest`` is the context that the model's
-    makers promise.
+    among them. ``longest`` is the context that the model's makers promise.
     """
 
     layers: tuple[LayerDemand, ...]
@@ -130,7 +132,6 @@ class Demand:
     piece: int = 512
     buffers: int = 0
     copies: int = 1
-    growth: int = 1
     longest: int | None = None
 
     @property
@@ -150,7 +151,7 @@ class Demand:
 
     def held(self, layer: LayerDemand, context: int) -> int:
         """Bytes of memory that the state of a layer takes in a conversation of ``context`` tokens."""
-        return self.copies * layer.state + self.growth * layer.position * context
+        return self.copies * layer.state + layer.position * context
 
     def others(self, context: int) -> int:
         """Bytes of memory for a conversation of ``context`` tokens, without routed experts, and the program's own."""

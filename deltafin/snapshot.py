@@ -5,17 +5,17 @@ checked when the files are opened: missing, unknown, wrongly typed or shaped ten
 """
 
 import hashlib
-import re
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from deltafin import families
+from deltafin.direct import PAGE, up
 from deltafin.errors import CheckpointError
-from deltafin.headers import read_header, read_json
-from deltafin.layout import Layout
+from deltafin.headers import Entry, read_header, read_json
+from deltafin.layout import INDEX, Layout, shards
 from deltafin.mapped import MappedFiles
 from deltafin.ops import Expert
 from deltafin.quant import GROUP, MXFP4, check_scales
@@ -45,6 +45,12 @@ class Snapshot:
             for layer, (moe, _) in self.layout.experts.items():
                 for x in range(moe.experts):
                     self.expert(layer, x)
+                    self.release_expert(layer, x)  # or what lies around the scales would count as memory in use
+
+    @property
+    def origin(self) -> dict[str, str]:
+        """What ``info`` says of where the weights come from."""
+        return {"stored as": "Hugging Face snapshot"}
 
     def read(self, name: str) -> Weight:
         """Return one of our tensors by our name (``layers.3.mixer.q``): a view where its rule changes nothing."""
@@ -65,6 +71,28 @@ class Snapshot:
         """Return one routed expert: views of what is stored."""
         _, names = self.layout.experts[layer]
         return Expert(*(self._stored(name) for name in names(x)))
+
+    def entries(self, layer: int, x: int) -> list[list[Entry]]:
+        """Say where one routed expert lies: the tensors of its gate, up and down, one each or codes and scales."""
+        names = (self.layout.names(source) for source in self.layout.experts[layer][1](x))
+        return [[self.layout.entries[name] for name in found] for found in names]
+
+    def slot_bytes(self, layer: int) -> int:
+        """Return how many bytes, in whole pages, any expert of a layer takes in memory, wherever its tensors lie."""
+        tensors = 2 * len(Expert._fields)
+        return up(self.layout.expert_bytes[layer]) + 2 * PAGE * tensors  # each begins and ends within a page
+
+    @staticmethod
+    def weight(found: Sequence[Tensor], where: str) -> Tensor | MXFP4:
+        """Make a matrix of its tensors: one, or codes and scales, which are checked; ``where`` names them in errors."""
+        if len(found) == 1:
+            return found[0]
+        packed = MXFP4(*found)
+        rows, columns = packed.shape
+        if tuple(packed.scales.shape) != (rows, columns // GROUP) or columns % GROUP:
+            raise CheckpointError(f"{where} is {tuple(packed.scales.shape)}, which does not fit {(rows, columns)}")
+        check_scales(packed, where)
+        return packed
 
     def release(self, name: str) -> int:
         """Let the system drop one of our tensors' pages; return how many bytes nothing else of ours is made from.
@@ -101,14 +129,7 @@ class Snapshot:
 
     def _stored(self, source: str) -> Tensor | MXFP4:
         names = self.layout.names(source)
-        if len(names) == 1:
-            return self._mapped.view(self.layout.entries[names[0]])
-        packed = MXFP4(*(self._mapped.view(self.layout.entries[name]) for name in names))
-        rows, columns = packed.shape
-        if tuple(packed.scales.shape) != (rows, columns // GROUP) or columns % GROUP:
-            raise CheckpointError(f"{names[1]} is {tuple(packed.scales.shape)}, which does not fit {names[0]}")
-        check_scales(packed, names[1])
-        return packed
+        return self.weight([self._mapped.view(self.layout.entries[name]) for name in names], names[-1])
 
 
 def open_layout(path: Path) -> Layout:
@@ -119,27 +140,11 @@ def open_layout(path: Path) -> Layout:
 
 
 def _shards(path: Path, raw: Any) -> list[Path]:
-    """Return the files that hold the model: what an index lists, or ``model.safetensors``, or all there are.
-
-    All that are missing are named at once; without an index, numbered names tell how many there should be.
-    """
-    family = families.family(raw)
-    index, single = path / "model.safetensors.index.json", path / "model.safetensors"
-    if index.exists():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
-            raise CheckpointError(f"{index} has no weight_map", "fetch the file again")
-        present = {f for f in set(weight_map.values()) if (path / f).exists()}
-        absent = ((name, f) for name, f in weight_map.items() if f not in present)
-        listed = sorted(present | {f for name, f in absent if family.skipped(name, raw) is None})
-    elif single.exists():
-        listed = [single.name]
-    else:
-        present = sorted(path.glob("*.safetensors"))
-        numbered = (re.fullmatch(r"(.*-)(\d+)(-of-0*(\d+)\.safetensors)", p.name) for p in present)
-        expected = {f"{m[1]}{i:0{len(m[2])}}{m[3]}" for m in numbered if m for i in range(1, int(m[4]) + 1)}
-        listed = sorted(expected | {p.name for p in present})
-    missing = [name for name in listed if not (path / name).exists()]
+    """Return the files that hold the model; all that are missing are named at once."""
+    index = path / INDEX
+    files = {f.relative_to(path).as_posix() for f in path.rglob("*.safetensors") if f.exists()}  # no broken links
+    listed = shards(raw, files, read_json(index) if index.exists() else None, str(index))
+    missing = [name for name in listed if name not in files]
     if missing:
         raise CheckpointError(
             f"{path} lacks {len(missing)} of {len(listed)} files: {', '.join(missing)}", "fetch them again"

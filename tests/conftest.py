@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import hub_server
 import hypothesis
 import pytest
 import torch
@@ -13,8 +14,9 @@ from deltafin import ops
 
 DATA = Path(__file__).parent / "data"
 
-hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, max_examples=30)
-hypothesis.settings.register_profile("search", deadline=None, max_examples=300)
+TIMELESS = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("fixed", derandomize=True, max_examples=30, **TIMELESS)
+hypothesis.settings.register_profile("search", max_examples=300, **TIMELESS)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 torch.set_num_threads(1)  # tests run in several processes
@@ -55,3 +57,35 @@ def linear() -> deltafin.Model:
 def nano() -> deltafin.Model:
     """The embedded model."""
     return deltafin.load("nano")
+
+
+@pytest.fixture(scope="session")
+def published(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """What the repository of a small model holds: content by name."""
+    return hub_server.example(tmp_path_factory.mktemp("published"))
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[hub_server.HubServer]:
+    """A hub that the environment points to, with empty places to store in; no try waits."""
+    for name in ("HF_HUB_OFFLINE", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+    monkeypatch.setattr("deltafin.hub.WAITS", (0, 0, 0))
+    with hub_server.HubServer() as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        monkeypatch.setenv("HF_TOKEN", hub_server.TOKEN)
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+        monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+        yield server
+
+
+@pytest.fixture
+def anonymous(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No token, wherever it might come from."""
+    from huggingface_hub import constants
+
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", "/nowhere/token")

@@ -97,9 +97,8 @@ _load = cache(api.load)
 def test_help_names_every_command():
     result = invoke("--help")
     assert result.exit_code == 0
-    assert [*main.commands] == [
-        *("chat", "run", "info", "convert", "verify", "eval", "bench", "plan", "doctor", "simulate")
-    ]
+    opening = ["chat", "run", "info", "convert", "verify", "eval", "bench"]
+    assert [*main.commands] == [*opening, "pull", "list", "remove", "plan", "doctor", "simulate"]
     assert all(f"  {name} " in result.output for name in main.commands)
 
 
@@ -293,6 +292,8 @@ def test_stats_say_where_time_and_bytes_went(monkeypatch):
     assert "disk" not in account(stats, model)
     stats.counted = {"hits": 4, "misses": 0, "bytes": 0}
     assert account(stats, model).splitlines()[1] == "experts 100.0% in memory"
+    stats.counted["foreseen"] = 1
+    assert account(stats, model).splitlines()[1] == "experts 100.0% in memory, 25.0% read ahead"
     monkeypatch.setattr("deltafin.measure.known_disk", lambda path, expert: None)
     stats.counted = {"hits": 1, "misses": 1, "bytes": 10**9}
     assert account(stats, model).splitlines()[1].endswith("disk 0.50 GB/s")

@@ -1,5 +1,7 @@
 """Conversion: the same bytes however often it is stopped, nothing lost without a word, within bounded memory."""
 
+import json
+import math
 import os
 import random
 import shutil
@@ -11,11 +13,13 @@ from pathlib import Path
 import checkpoints
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 import deltafin
+from deltafin.cli import main
 from deltafin.convert import Conversion, convert, encode, pipeline
-from deltafin.errors import CheckpointError, UsageError
+from deltafin.errors import CheckpointError, StorageError, UsageError
 from deltafin.quant import MXFP4, Int8, pack_int8, pack_mxfp4
 from deltafin.snapshot import open_layout
 from deltafin.store import Store, open_model
@@ -432,8 +436,8 @@ def small(tmp_path):
 
 @pytest.mark.parametrize("fault", ["kill", "full", "broken", "short"])
 def test_stopped_anywhere_it_ends_after_a_rerun_in_the_same_bytes(small, dest, fault):
-    """Fifty moments: a first run goes wrong there, a second somewhere else, and a third finishes."""
-    straight = dest.with_name("straight")
+    """Many moments: a first run goes wrong there, a second somewhere else, and a third finishes."""
+    straight, moments = dest.with_name("straight"), 50 if fault == "kill" else 20
     convert(small, straight, experts="int8")
     count = drive('OPTIONS = dict(experts="int8")\nrun("none", 0, 0)', small, dest)[-1].split()[1]
     shutil.rmtree(dest)
@@ -443,7 +447,7 @@ def test_stopped_anywhere_it_ends_after_a_rerun_in_the_same_bytes(small, dest, f
     dest, straight = map(Path, sys.argv[2:])
     expected = {{p.name: p.read_bytes() for p in straight.iterdir()}}
     chance = random.Random(5)
-    for moment in range(50):
+    for moment in range({moments}):
         ended = run(FAULT, chance.randrange(1, TOTAL), moment)
         assert not dest.exists() or ended == 0 or {{p.name: p.read_bytes() for p in dest.iterdir()}} == expected
         again = run(FAULT, chance.randrange(1, TOTAL), moment + 100)
@@ -455,9 +459,251 @@ def test_stopped_anywhere_it_ends_after_a_rerun_in_the_same_bytes(small, dest, f
     """
     lines = drive(script, small, dest, straight)
     ended = [int(line.split()[1]) for line in lines if line.startswith("moment")]
-    assert len(ended) == 50
+    assert len(ended) == moments
     stopped = sum(code != 0 for code in ended)
-    assert stopped == 0 if fault == "short" else stopped > 20
+    assert stopped == 0 if fault == "short" else stopped > moments / 2
     assert set(ended) <= ({0, 9} if fault == "kill" else {0, 256})  # killed, or an exit code of 1
     errors = {line.split()[0] for line in lines if line.split()[0] not in ("moment", "operations")}
     assert errors <= {"StorageError", "CheckpointError"}
+
+
+def test_the_two_moments_of_publishing(source, dest, monkeypatch):
+    """Killed just before the name is given, or just after: a rerun ends in the same bytes, and cleans up."""
+    convert(source, dest.with_name("straight"))
+    for name in ("rename", "rmtree"):
+        module = os if name == "rename" else shutil
+
+        def stop(*arguments, **options):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, stop)
+            with pytest.raises(KeyboardInterrupt):
+                convert(source, dest)
+        assert dest.with_name("dest.partial").exists()
+        assert dest.exists() == (name == "rmtree")
+        convert(source, dest)
+        assert content(dest) == content(dest.with_name("straight"))
+        assert not dest.with_name("dest.partial").exists()
+        shutil.rmtree(dest)
+
+
+def interrupted(source, dest, monkeypatch, after=30, **options):
+    """Convert, and be interrupted after some pieces."""
+    real, count = encode.run, 0
+
+    def run(*arguments):
+        nonlocal count
+        count += 1
+        if count > after:
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(encode, "run", run)
+        with pytest.raises(KeyboardInterrupt):
+            convert(source, dest, **options)
+    return dest.with_name("dest.partial")
+
+
+def test_what_was_done_is_kept_and_not_read_again(small, dest, monkeypatch):
+    partial = interrupted(small, dest, monkeypatch, 60)
+    assert not dest.exists()
+    done = len((partial / "journal").read_bytes().splitlines())
+    assert done > 10
+    real, ran = encode.run, []
+    monkeypatch.setattr(encode, "run", lambda job, *rest: ran.append(job) or real(job, *rest))
+    convert(small, dest)
+    jobs = len(ran)
+    ran.clear()
+    convert(small, dest.with_name("straight"))
+    assert jobs < len(ran) - done / 2
+    assert content(dest) == content(dest.with_name("straight"))
+
+
+@pytest.mark.parametrize("what", ["store/resident.safetensors", "waiting", "journal"])
+def test_what_was_damaged_in_between_is_made_anew(source, dest, monkeypatch, what):
+    convert(source, dest.with_name("straight"))
+    partial = interrupted(source, dest, monkeypatch, 40)
+    files = [*(partial / what).iterdir()] if what == "waiting" else [partial / what]
+    assert files
+    for file in files:
+        damaged = bytearray(file.read_bytes())
+        for at in range(0, len(damaged), 97):
+            damaged[at] ^= 0xFF
+        file.write_bytes(damaged)
+    convert(source, dest)
+    assert content(dest) == content(dest.with_name("straight"))
+
+
+def test_a_shard_that_changed_in_between_is_read_again(small, dest, monkeypatch):
+    interrupted(small, dest, monkeypatch, 60)
+    file = small / "model-00001-of-000002.safetensors"
+    stored = load_file(file)
+    save_file({name: t * 2 if t.dtype == torch.bfloat16 else t for name, t in stored.items()}, file)
+    os.utime(file, ns=(0, 0))
+    convert(small, dest)
+    convert(small, dest.with_name("straight"))
+    assert content(dest) == content(dest.with_name("straight"))
+
+
+def test_a_shard_that_changes_while_it_is_read_stops_it(small, dest, monkeypatch):
+    real = encode.run
+    monkeypatch.setattr(encode, "run", lambda *a: os.utime(small / "model-00001-of-000002.safetensors") or real(*a))
+    with pytest.raises(CheckpointError, match="was changed while it was read"):
+        convert(small, dest)
+    assert not dest.exists()
+
+
+def test_a_shard_that_is_cut_while_it_is_read_stops_it(small, dest, monkeypatch):
+    real, file = encode.run, small / "model-00001-of-000002.safetensors"
+    whole = file.read_bytes()
+    monkeypatch.setattr(encode, "run", lambda *a: os.truncate(file, len(whole) // 2) or real(*a))
+    with pytest.raises(CheckpointError, match=r"ended at byte \d+, inside"):
+        convert(small, dest)
+    monkeypatch.undo()
+    file.write_bytes(whole)
+    convert(small, dest)
+    convert(small, dest)  # compares
+
+
+def test_an_unfinished_conversion_is_no_model_and_goes_on_as_itself_alone(source, dest, monkeypatch):
+    partial = interrupted(source, dest, monkeypatch)
+    for folder in (partial, partial / "store"):
+        with pytest.raises(CheckpointError, match=r"unfinished conversion|lacks model\.json"):
+            deltafin.load(folder)
+    with pytest.raises(UsageError, match="of other files, or with other options"):
+        convert(source, dest, experts="int8")
+    with pytest.raises(UsageError, match="of other files, or with other options"):
+        convert(LINEAR, dest)
+    convert(source, dest)
+
+
+def test_two_at_once_are_kept_apart(source, dest):
+    pytest.importorskip("fcntl")
+    layout = open_layout(source)
+    stamps = [pipeline._stamp(file) for file in layout.files]
+    with Conversion(layout, dest, stamps), pytest.raises(UsageError, match="another process is writing"):
+        convert(source, dest)
+    shutil.rmtree(dest.with_name("dest.partial"))
+    convert(source, dest)
+
+
+def test_a_disk_that_is_too_small_is_said_before_anything_is_written(source, dest, monkeypatch):
+    usage = shutil.disk_usage(source)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(StorageError, match=r"needs 0\.00 GB, and its disk has 0\.00 GB free"):
+        convert(source, dest)
+    monkeypatch.undo()
+    convert(source, dest)
+
+
+def test_a_place_that_cannot_be_written_is_an_error_of_ours(source, tmp_path):
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    with pytest.raises(StorageError, match="cannot be written"):
+        convert(source, tmp_path / "file" / "dest")
+
+
+# Memory ---------------------------------------------------------------------------------------------------------------
+
+PEAK = """
+import sys
+from deltafin.convert import convert
+
+def peak():
+    with open("/proc/self/status", encoding="utf-8") as f:
+        return next(int(line.split()[1]) for line in f if line.startswith("VmHWM")) << 10
+
+before = peak()
+convert(sys.argv[1], sys.argv[2], experts=sys.argv[3], resident=sys.argv[4])
+print(before, peak())
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
+@pytest.mark.parametrize(("experts", "resident"), [("keep", "keep"), ("int8", "int8")])
+def test_memory_does_not_grow_with_the_model(tmp_path, tensors, experts, resident):
+    """Two of its matrices have 256 MB each, and no more than 150 MB are needed at any time."""
+    vocab = 4_000_000
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(C | {"vocab_size": vocab}), encoding="utf-8")
+    types, header, at = {torch.bfloat16: "BF16", torch.float32: "F32", torch.uint8: "U8"}, {}, 0
+    for name, t in tensors.items():
+        shape = [vocab, C["hidden_size"]] if name in ("model.embed_tokens.weight", "lm_head.weight") else list(t.shape)
+        end = at + math.prod(shape) * t.itemsize
+        header[name] = {"dtype": types[t.dtype], "shape": shape, "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header).encode()
+    with (source / "model.safetensors").open("wb") as f:
+        f.write(len(text).to_bytes(8, "little") + text)
+        f.truncate(8 + len(text) + at)  # zeros that take no room
+    command = [sys.executable, "-c", PEAK, source, tmp_path / "dest", experts, resident]
+    done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8")
+    assert done.returncode == 0, done.stderr
+    before, peak = map(int, done.stdout.split())
+    shutil.rmtree(tmp_path / "dest")
+    assert at > 500e6
+    assert peak - before < 150e6
+    assert peak < at
+
+
+# The command ----------------------------------------------------------------------------------------------------------
+
+
+def command(*arguments):
+    return CliRunner().invoke(main, ["convert", *map(str, arguments)])
+
+
+def test_the_command_converts_says_how_far_it_is_and_what_was_lost(source, dest):
+    result = command(source, dest, "--experts", "int8", "--verify")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[0].split() == ["re-encoded", "relative", "error"]
+    assert result.stdout.splitlines()[1].split()[0] == "experts.gate"
+    assert 0.001 < float(result.stdout.splitlines()[1].split()[1]) < 0.02
+    assert "converting: " in result.stderr
+    assert "verifying: " in result.stderr
+    assert f"{dest} is whole" in result.stderr
+    assert Store(dest).encodings == {"experts": "int8", "resident": "keep"}
+
+
+def test_of_what_is_kept_the_command_has_nothing_to_report(source, dest):
+    result = command(source, dest)
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert f"{dest} is ready" in result.stderr
+    assert command(dest, "--verify").exit_code == 0
+
+
+def test_the_command_finds_a_damaged_store(source, dest):
+    command(source, dest)
+    file = dest / "experts-002.safetensors"
+    damaged = bytearray(file.read_bytes())
+    damaged[5000] ^= 1
+    file.write_bytes(damaged)
+    result = command(dest, "--verify")
+    assert result.exit_code == 1
+    assert "error: expert 0 in " in result.stderr
+    assert "was changed since it was written\nhint: " in result.stderr
+    assert command(source, dest).exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "Missing argument"),
+        (("x",), "DEST is missing"),
+        (("x", "--verify", "--experts", "int8"), "takes no other option"),
+        (("x", "y", "--experts", "fp8"), "is not one of"),
+    ],
+)
+def test_the_command_says_how_it_is_used(arguments, said):
+    result = command(*arguments)
+    assert result.exit_code == 2
+    assert said in result.stderr
+
+
+def test_the_command_names_a_folder_that_is_not_there(tmp_path):
+    for arguments in ((tmp_path / "x", tmp_path / "y"), (tmp_path / "x", "--verify")):
+        result = command(*arguments)
+        assert result.exit_code == 1
+        assert result.stderr.startswith("error: ")

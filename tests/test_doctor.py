@@ -17,7 +17,7 @@ from deltafin.cli import main
 from deltafin.cli.plan import line
 from deltafin.doctor import Check, checks
 from deltafin.errors import UsageError
-from deltafin.store import Snapshot
+from deltafin.snapshot import Snapshot
 
 GB = 10**9
 

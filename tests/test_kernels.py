@@ -27,7 +27,7 @@ from torch import Tensor
 import deltafin
 from deltafin import Session, machine, ops, verify
 from deltafin.config import SiLU, SiTU
-from deltafin.cpu_kernels import OPS, compiling, threads, vector, warm
+from deltafin.cpu_kernels import OPS, compiling, many, threads, vector, warm
 from deltafin.errors import NumericsError
 from deltafin.model.decoder import forward
 from deltafin.ops import REFERENCE, DeltaState, DeltaWeights, Expert
@@ -196,7 +196,8 @@ def results(op: str, arguments: tuple[Any, ...], count: int, table: ops.Ops = OP
 
 def same(a: verify.Result, b: verify.Result) -> bool:
     """Whether all bits are the same, those of NaN included."""
-    return all(x.dtype == y.dtype and x.numpy().tobytes() == y.numpy().tobytes() for x, y in zip(a, b, strict=True))
+    pairs = [(x.contiguous(), y.contiguous()) for x, y in zip(a, b, strict=True)]
+    return all(x.dtype == y.dtype and torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in pairs)
 
 
 def fixed(op: str, seed: int, rows: int, scale: int = 1) -> tuple[Any, ...]:
@@ -376,7 +377,10 @@ def decoded(decoder, counts=(1,), ids=IDS):
     return torch.cat(out, 1), *(t for s in state for t in s.tensors().values())
 
 
-@pytest.mark.parametrize("packing", [{}, {"resident": "int8", "experts": "int8"}], ids=["as stored", "int8"])
+HOW = {"as stored": {}, "int8": {"resident": "int8", "experts": "int8"}, "in bfloat16": {"dtype": "bfloat16"}}
+
+
+@pytest.mark.parametrize("packing", HOW.values(), ids=HOW)
 def test_a_model_gives_the_same_bits_for_any_number_of_tokens_and_threads(folder, packing):
     decoder = deltafin.load(folder, **packing).decoder
     want = decoded(decoder)
@@ -408,6 +412,18 @@ def test_a_model_decodes_what_the_reference_says(folder):
     got = decoded(deltafin.load(folder).decoder)
     want = decoded(deltafin.load(folder, backend="reference").in_dtype(torch.float64))
     assert verify.compare(got, want)[1] < verify.BOUNDS["model float32"]
+
+
+@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize("form", PACK)
+def test_many_rows_of_bfloat16_are_rounded_nowhere_but_at_the_end(form, halves, monkeypatch):
+    """A sum in bfloat16 of 4096 products would be off by far more than the rounding of the result."""
+    monkeypatch.setattr(many, "HALVES", halves)
+    s = Sizes(3, lambda low, high: high)
+    x, weight = s.normal(40, 4096).bfloat16(), PACK[form](s.normal(300, 4096))
+    want = x.double() @ (weight if isinstance(weight, Tensor) else weight.unpack(torch.float64)).double().T
+    error = (OPS.linear(x, weight).double() - want).norm() / want.norm()
+    assert error < 2**-8
 
 
 @pytest.mark.parametrize("shape", [(3, 8), (17, 1)])

@@ -9,6 +9,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import checkpoints
+import hub_server
 import make_synthetic
 import pytest
 from click.testing import CliRunner
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 import deltafin
 from deltafin import bench, demand, families, measure
 from deltafin.cli import main
+from deltafin.convert import convert
 from deltafin.errors import UsageError
 from deltafin.headers import DTYPES, Entry
 from deltafin.layout import Layout
@@ -36,7 +38,9 @@ from deltafin.placement import (
     context_that_fits,
     plan,
 )
-from deltafin.store import Snapshot
+from deltafin.pull import pull
+from deltafin.snapshot import Snapshot
+from deltafin.store import open_model
 
 HUGE = 1 << 50
 KIMI_LINEAR = make_synthetic.Sizes(2304, 27, 32, 9216, 256, 8, 1024, 163840)
@@ -240,7 +244,6 @@ demands = st.builds(
     piece=st.integers(1, 40),
     buffers=sizes,
     copies=st.integers(1, 6),
-    growth=st.integers(1, 2),
     longest=st.integers(1, 200),
 )
 speeds = st.floats(0.1, 1000)
@@ -304,6 +307,7 @@ def test_the_context_that_fits_is_the_longest(d, machine):
 
 @given(demands, machines, st.integers(1, 100))
 def test_a_longer_prompt_or_context_takes_longer(d, machine, context):
+    machine = replace(machine, gpu=0)  # what a longer context moves from a slow GPU to fast RAM may gain
     p, q = placed(d, machine, context), placed(d, machine, 2 * context)
     assume(q is not None and p is not None)
     assert q.tokens_per_second <= p.tokens_per_second * (1 + 1e-9)
@@ -539,18 +543,35 @@ def test_what_does_not_fit_is_said(k3, monkeypatch, tmp_path):
     assert "Traceback" not in short.output
 
 
-def test_a_repository_is_planned_from_its_headers(monkeypatch, tmp_path):
-    asked = []
-
-    def remote_headers(name, revision=None):
-        asked.append((name, revision))
-        return SimpleNamespace(layout=lambda: Snapshot(DATA / "kimi-linear").layout)
-
-    monkeypatch.setitem(sys.modules, "deltafin.hub", SimpleNamespace(remote_headers=remote_headers))
+def test_a_repository_is_planned_from_its_headers(hub, published, tmp_path):
+    hub.publish(hub_server.NAME, published)
     file = machine_file(tmp_path)
-    there, here = report("org/name@v1.0", "--machine", file), report(DATA / "kimi-linear", "--machine", file)
-    assert asked == [("org/name", "v1.0")]
+    there = report(f"{hub_server.NAME}@main", "--machine", file, "--context", "100")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in hub_server.NEEDED:
+        (folder / name).write_bytes(published[name])
+    here = report(folder, "--machine", file, "--context", "100")
     assert there | {"model": ""} == here | {"model": ""}
+    pull(hub_server.NAME)
+    asked = len(hub.asked())
+    assert report(hub_server.NAME, "--machine", file, "--context", "100")["shares"] == here["shares"]
+    assert len(hub.asked()) == asked  # what was pulled is looked at where it is
+
+
+def test_a_repository_that_is_not_there_is_said(hub, tmp_path):
+    result = invoke("no/such-model", "--machine", machine_file(tmp_path))
+    assert result.exit_code == 1
+    assert "no/such-model" in result.stderr
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("packing", [{}, {"resident": "int8", "experts": "int8"}, {"experts": "mxfp4"}])
+def test_a_store_asks_for_what_was_planned_before_it_was_made(tmp_path, packing):
+    c = checkpoints.config(hidden_size=64)
+    source = checkpoints.write(tmp_path / "model", c, checkpoints.tensors(c, packed=False))
+    convert(source, tmp_path / "store", **packing)
+    assert demand.of_files(open_model(tmp_path / "store")) == demand.of_files(Snapshot(source), **packing)
 
 
 @pytest.mark.parametrize(

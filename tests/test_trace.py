@@ -9,10 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import deltafin
-from deltafin import api, trace
+from deltafin import api, demand, placement, trace
 from deltafin.config import MoE
 from deltafin.errors import NumericsError, StorageError, UsageError
 from deltafin.session import Session
+from deltafin.simulate import Layers
+from deltafin.slots import slots_within
 from deltafin.trace import PARTS, Route, Span, Step, TraceFile, events, read, viewer_file
 
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
@@ -180,9 +182,23 @@ def test_the_files_of_a_model(tmp_path):
     for layer, experts in about["experts"].items():
         moe = model.config.layers[int(layer)].ffn
         assert (experts["count"], experts["chosen"]) == (moe.experts, moe.chosen)
-        assert experts["bytes"] == sum(w.nbytes for w in model._store.expert(int(layer), 0))
+        assert experts["bytes"] == model._store.slot_bytes(int(layer))
     assert [[r.ids for r in s.routes] for s in steps] == [[r.ids.tolist() for r in s.routes] for s in expected[:4]]
     assert steps[0].start == 0
+
+
+def test_a_replay_has_as_many_slots_as_the_model_would_have(tmp_path):
+    model = opened("kimi-k3-tiny")
+    model.trace(tmp_path / "t").close()
+    layers = Layers.of(read(tmp_path / "t")[0])
+    needs = demand.of_files(model._store, activation=4)
+    context = min(placement.CONTEXT, needs.longest or placement.CONTEXT)
+    budgets = layers.budgets()
+    for ram in (budgets[0], budgets[0] + 12345, *budgets[1:]):
+        assert layers.slots(ram) == slots_within(ram, needs, layers.sizes, context)
+    for slots in (layers.slots, lambda ram: slots_within(ram, needs, layers.sizes, context)):
+        with pytest.raises(UsageError):
+            slots(budgets[0] - 1)
 
 
 def test_a_viewer_finds_parts_within_their_step():

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from deltafin import __version__
-from deltafin.cli import commands, plan
+from deltafin.cli import commands, hub, plan
 from deltafin.cli.convert import convert
 from deltafin.cli.simulate import simulate
 from deltafin.cli.text import plain
@@ -47,13 +47,15 @@ def show(error: DeltafinError) -> None:
 def main() -> None:
     """Run Kimi K3 and other hybrid linear-attention models on this machine.
 
-    MODEL is the folder of a Hugging Face snapshot, or "nano", the demonstration model that comes with it.
+    MODEL is the folder of a Hugging Face snapshot or of a converted store, org/name of a model that was pulled, or
+    "nano", the demonstration model that comes with it.
     """
 
 
 for command in (
     *(commands.chat, commands.run, commands.info, convert),
     *(commands.verify, commands.evaluate, commands.bench),
+    *(hub.pull, hub.list_models, hub.remove),
     *(plan.plan, plan.doctor, simulate),
 ):
     main.add_command(command)

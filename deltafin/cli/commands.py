@@ -26,7 +26,7 @@ def load(model: str, options: dict[str, Any]) -> "Model":
     """Load a model as the loading options ask; what takes long is shown."""
     import deltafin
 
-    chosen = {name: options[name] for name in ("dtype", "threads", "backend", "resident", "experts")}
+    chosen = {name: options[name] for name in ("dtype", "threads", "backend", "resident", "experts", "ram")}
     with waiting() as tell:
         return deltafin.load(model, **chosen, progress=tell)
 
@@ -175,8 +175,13 @@ def verify(context: click.Context, model: str | None, **options: Any) -> None:
     that a bound is broken. Of a store every byte is compared with its checksum first.
     """
     from deltafin import machine, ops
+    from deltafin.cli.convert import transfer
+    from deltafin.store import Store, is_store
     from deltafin.verify import run as verify_all
 
+    if model and is_store(Path(model).expanduser()):
+        with transfer("reading the store") as update:
+            Store(Path(model).expanduser(), full=True, progress=update)
     loaded = load(model, options) if model else None
     if loaded is None:
         with waiting() as tell:

@@ -46,6 +46,7 @@ LOADING = [
         show_default=True,
         help="Kernels to run on: numba, also what auto means so far, or plain torch.",
     ),
+    click.option("--ram", metavar="SIZE", help="Memory to stay below, such as 16GB; experts that do not fit are read."),
     *PACKING,
 ]
 

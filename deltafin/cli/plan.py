@@ -1,11 +1,11 @@
 """``deltafin plan`` and ``deltafin doctor``: what a model would do here, and what this machine is like."""
 
 import json
-import re
 import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 PROMPTS = (1024, 8192)
 """Lengths of prompts that the first token is predicted for."""
-
-REPOSITORY = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<revision>\S+))?")
 
 NAMES = {"gpu": "GPU", "ram": "RAM", "disk": "disk"}
 
@@ -119,23 +117,33 @@ def plan(
 
 def found(model: str, tell: Callable[[str], None]) -> tuple[Path, Callable[[str, str], "Demand"]]:
     """Return where a model is, or would be, and what gives its demand for a choice of packing."""
-    from deltafin import demand
+    from deltafin import demand, library, machine
+    from deltafin.store import open_model
+
+    if path := here(model):
+        files = open_model(path)
+        return path, lambda resident, experts: demand.of_files(files, resident, experts)
+    from deltafin.hub import remote_headers
+
+    tell(f"reading the headers of {model}")
+    layout = remote_headers(*library.parse(model)).layout()
+    return machine.hub_folder(), lambda resident, experts: demand.of_layout(layout, resident, experts)
+
+
+def here(model: str) -> Path | None:
+    """Return the folder of a model, or that of one that was pulled; None for the name of one that was not."""
+    from deltafin import library
     from deltafin.api import EMBEDDED
 
     path = EMBEDDED if model == NANO else Path(model).expanduser()
     if path.is_dir():
-        files = demand.opened(path)
-        return path, lambda resident, experts: demand.of_files(files, resident, experts)
-    if not (match := REPOSITORY.fullmatch(model)):
+        return path
+    if library.split(model) is None:
         hint = "give the folder of a model, nano, or a repository on the hub such as org/name"
         raise UsageError(f"there is no model folder {model!r}", hint)
-    from huggingface_hub import constants
-
-    from deltafin.hub import remote_headers  # pyright: ignore[reportMissingImports]
-
-    tell(f"reading the headers of {match['name']}")
-    layout = remote_headers(match["name"], match["revision"]).layout()
-    return Path(constants.HF_HUB_CACHE), lambda resident, experts: demand.of_layout(layout, resident, experts)
+    with suppress(UsageError):
+        return library.find(model)
+    return None
 
 
 def alternatives(
@@ -210,11 +218,11 @@ def shown(count: float) -> str:
 
 
 @click.command()
-@click.argument("model", required=False, type=click.Path(path_type=Path))
+@click.argument("model", required=False)
 @click.option("--measure", "again", is_flag=True, help="Measure the disk again.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
-def doctor(context: click.Context, model: Path | None, again: bool, as_json: bool) -> None:
+def doctor(context: click.Context, model: str | None, again: bool, as_json: bool) -> None:
     """Look at what deltafin needs of this machine, and at the files of MODEL if given.
 
     Each line is ok, a warning or an error, with what to do. Exit code 1 says that there is an error.
@@ -222,15 +230,12 @@ def doctor(context: click.Context, model: Path | None, again: bool, as_json: boo
     from deltafin.cli.commands import waiting
     from deltafin.doctor import checks
 
-    if model is not None and not model.expanduser().is_dir():
-        if str(model) != NANO:
-            raise UsageError(f"there is no model folder {str(model)!r}", "give the folder of a model, or nano")
-        from deltafin.api import EMBEDDED
-
-        model = EMBEDDED
+    path = None
+    if model is not None and (path := here(model)) is None:
+        raise UsageError(f"{model} is not on this machine", f"`deltafin pull {model}` fetches it")
     found = []
     with waiting() as tell:
-        for check in checks(model and model.expanduser(), again, tell):
+        for check in checks(path, again, tell):
             found.append(check)
             if not as_json:
                 click.echo(line(check, shutil.get_terminal_size().columns if sys.stdout.isatty() else 0))

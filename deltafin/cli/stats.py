@@ -39,7 +39,10 @@ def by_part(counted: Mapping[str, Any], total: float) -> dict[str, float]:
 def experts(stats: "Stats", disk_gbs: float | None) -> str:
     """Return one line about the experts of an answer: found in memory, read from the disk and how fast."""
     counted = stats.counted
-    line = f"experts {counted['hits'] / (counted['hits'] + counted['misses']):.1%} in memory"
+    used = counted["hits"] + counted["misses"]
+    line = f"experts {counted['hits'] / used:.1%} in memory"
+    if counted.get("foreseen"):
+        line += f", {counted['foreseen'] / used:.1%} read ahead"
     if counted.get("bytes"):
         gbs = counted["bytes"] / stats.generate_seconds / 1e9
         share = f" ({gbs / disk_gbs:.0%} of the {disk_gbs:.2f} GB/s it gives)" if disk_gbs else ""

@@ -20,7 +20,7 @@ Write = Callable[[int, memoryview], None]
 MOVED = 1 << 20
 """Bytes that are moved at a time: they stay in the processor's cache while they are looked at."""
 
-ENCODED = 16 * BLOCK
+ENCODED = 4 * BLOCK
 """Numbers that are packed at a time, about: a multiple of what the rules that pack take at once."""
 
 INFINITE = {

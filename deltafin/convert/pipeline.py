@@ -68,7 +68,7 @@ class Conversion:
         self.about = _about(self.plan, experts, resident, source)
         self.extras = extras
         self.dest = dest.resolve()
-        self.folder = self.dest.with_name(f"{self.dest.name}.partial")
+        self.folder = _partial(self.dest)
         self.size = self.plan.size
         """Bytes that the finished store's weights take: reserved on the disk before the first is written."""
         self.done = 0
@@ -172,6 +172,9 @@ class Conversion:
         write_whole(plan_file, json.dumps({"identity": identity, "stamps": stamps}).encode())
         for record in good:
             self._note(record)
+        for number in {number for number, _ in self._jobs}:  # stopped between its last part and the whole
+            if number not in self._tasks:
+                self._join(number)
 
     def _identity(self) -> str:
         """What makes two conversions the same one: what goes where, made of what, by which version."""
@@ -276,6 +279,11 @@ class Conversion:
                 else:
                     for name in here - self._kept:
                         self._keep(name, source)
+        self._join(number)
+
+    def _join(self, number: int) -> None:
+        """Note a task of which every part is done, and drop what was kept for it."""
+        jobs = list(self.plan.jobs(self.plan.tasks[number]))
         if all((number, j) in self._jobs for j in range(len(jobs))):
             self._finished({"task": number, "errors": [self._jobs.pop((number, j)) for j in range(len(jobs))]})
             for name in self._kept.intersection(name for job in jobs for name in job.inputs):
@@ -354,7 +362,11 @@ def convert(
     extras += sorted(path for path in source.glob("LICEN[CS]E*") if path.is_file())
     options: dict[str, Any] = {"experts": experts, "resident": resident, "source": _origin(source)}
     if is_store(target):
-        return _compare(layout, target, extras, options, progress or (lambda done, total: None))
+        errors = _compare(layout, target, extras, options, progress or (lambda done, total: None))
+        left = _partial(target)
+        if (left / "plan.json").exists() and not (left / "store").exists():  # stopped right after it was published
+            shutil.rmtree(left, ignore_errors=True)
+        return errors
     stamps = [_stamp(file) for file in layout.files]
     with Conversion(layout, target, stamps, **options, extras=extras, progress=progress) as conversion:
         for i, file in enumerate(layout.files):
@@ -440,6 +452,10 @@ def _origin(source: Path) -> tuple[str | None, str | None]:
     """Return repository and revision, where the folder is in a cache of the hub."""
     found = re.fullmatch(r".*/models--([^/]+)/snapshots/([^/]+)", source.absolute().as_posix())
     return (found[1].replace("--", "/"), found[2]) if found else (None, None)
+
+
+def _partial(dest: Path) -> Path:
+    return dest.with_name(f"{dest.name}.partial")
 
 
 def _stamp(file: str) -> str:

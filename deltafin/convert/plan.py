@@ -102,7 +102,8 @@ class File:
 class Plan:
     """Files and tasks of the store that ``layout`` becomes; raises an error of ours when it cannot become one.
 
-    ``experts`` is what model.json says of a layer's experts: the tensors of each kind of slab, and each one's kind.
+    ``experts`` is what model.json says of a layer's experts: the tensors of each kind of slab, and where there are
+    several, each one's kind.
     """
 
     def __init__(self, layout: Layout, experts: str, resident: str) -> None:
@@ -144,7 +145,7 @@ class Plan:
             yield from _split(Job(kind, names, *self._resident[task.name], rule.make, 0, places))
             return
         kept, unit = self.experts[task.layer], task.units[0]
-        slab = kept["kinds"][kept["kind"][task.x]]
+        slab = kept["kinds"][kept["kind"][task.x] if "kind" in kept else 0]
         for matrix, source in zip(Expert._fields, self.layout.experts[task.layer][1](task.x), strict=True):
             stored = self._stored(source)
             target = _target(stored, self._wanted, source)
@@ -199,7 +200,7 @@ class Plan:
                     at = _round_up(stop, LINE)
             slabs.append(slab)
             longest = max(longest, _round_up(at, PAGE))
-        self.experts[layer] = {"kinds": slabs, "kind": kind}
+        self.experts[layer] = {"kinds": slabs} | ({"kind": kind} if len(slabs) > 1 else {})
         header, table, (start,) = _header([(EXPERTS, "U8", (moe.experts, longest))], moe.experts)
         file = len(self.files)
         self.files.append(File(experts_file(layer), header, table, moe.experts))

@@ -105,59 +105,74 @@ def _score(kind, q, stride, first, second, k, out):
 
 
 @kernel()
-def _span(kind, q, latent, latent_stride, shared, shared_stride, rank, common, first, last, largest, mass, acc):
-    """Attend from TILE heads (``q`` [TILE, rank + common]) to positions first to last: running softmax into acc."""
+def _chunk(kind, q, latent, latent_stride, shared, shared_stride, rank, common, start, count, largest, mass, acc):
+    """Attend from TILE heads (``q`` [TILE, rank + common]) to positions from ``start`` on: running softmax into acc."""
     tile, p = np.empty((TILE, 2), np.float32), np.empty((TILE, CHUNK), np.float32)
     whole = rank & ~15
     address, stride = q.ctypes.data, 4 * (rank + common)
+    for s in range(0, count, 2):
+        a, b = start + s, start + min(s + 1, count - 1)
+        tile[:] = 0
+        _score(kind, address, stride, latent + a * latent_stride, latent + b * latent_stride, rank, tile)
+        a, b = shared + a * shared_stride, shared + b * shared_stride
+        _score(kind, address + 4 * rank, stride, a, b, common, tile)
+        for h in range(TILE):
+            p[h, s] = tile[h, 0]
+            if s + 1 < count:
+                p[h, s + 1] = tile[h, 1]
+    for h in range(TILE):
+        top = largest[h]
+        for s in range(count):
+            top = max(top, p[h, s])
+        shrink = exp(largest[h] - top) if largest[h] > -np.inf else np.float32(0)
+        total = np.float32(0)
+        for s in range(count):
+            p[h, s] = exp(p[h, s] - top)
+        for s in range(count):
+            total += p[h, s]
+        mass[h] = mass[h] * shrink + total
+        largest[h] = top
+        if shrink != 1:
+            for i in range(rank):
+                acc[h, i] *= shrink
+    rows = latent + start * latent_stride
+    if kind == F32:
+        v.weighted_f32(p.ctypes.data, 4 * CHUNK, rows, latent_stride, count, acc.ctypes.data, 4 * rank, whole)
+    else:
+        v.weighted_bf16(p.ctypes.data, 4 * CHUNK, rows, latent_stride, count, acc.ctypes.data, 4 * rank, whole)
+    for i in range(whole, rank):
+        for h in range(TILE):
+            for s in range(count):
+                acc[h, i] += p[h, s] * _value(kind, rows + s * latent_stride, i)
+
+
+@kernel()
+def _span(kind, q, latent, latent_stride, shared, shared_stride, rank, common, first, last, largest, mass, acc):
+    """Attend from some tiles of heads to positions first to last, by chunks that all tiles meet in turn."""
     acc[:] = 0
     largest[:] = -np.inf
     mass[:] = 0
     for start in range(first, last, CHUNK):
         count = min(CHUNK, last - start)
-        for s in range(0, count, 2):
-            a, b = start + s, start + min(s + 1, count - 1)
-            tile[:] = 0
-            _score(kind, address, stride, latent + a * latent_stride, latent + b * latent_stride, rank, tile)
-            a, b = shared + a * shared_stride, shared + b * shared_stride
-            _score(kind, address + 4 * rank, stride, a, b, common, tile)
-            for h in range(TILE):
-                p[h, s] = tile[h, 0]
-                if s + 1 < count:
-                    p[h, s + 1] = tile[h, 1]
-        for h in range(TILE):
-            top = largest[h]
-            for s in range(count):
-                top = max(top, p[h, s])
-            shrink = exp(largest[h] - top) if largest[h] > -np.inf else np.float32(0)
-            total = np.float32(0)
-            for s in range(count):
-                p[h, s] = exp(p[h, s] - top)
-            for s in range(count):
-                total += p[h, s]
-            mass[h] = mass[h] * shrink + total
-            largest[h] = top
-            if shrink != 1:
-                for i in range(rank):
-                    acc[h, i] *= shrink
-        rows = latent + start * latent_stride
-        if kind == F32:
-            v.weighted_f32(p.ctypes.data, 4 * CHUNK, rows, latent_stride, count, acc.ctypes.data, 4 * rank, whole)
-        else:
-            v.weighted_bf16(p.ctypes.data, 4 * CHUNK, rows, latent_stride, count, acc.ctypes.data, 4 * rank, whole)
-        for i in range(whole, rank):
-            for h in range(TILE):
-                for s in range(count):
-                    acc[h, i] += p[h, s] * _value(kind, rows + s * latent_stride, i)
+        for line in range(0, CHUNK * latent_stride, 64):  # of the next chunk, or what follows the last
+            v.ask(latent + (start + CHUNK) * latent_stride + line)
+        for h in range(0, len(q), TILE):
+            heads = slice(h, h + TILE)
+            _chunk(
+                *(kind, q[heads], latent, latent_stride, shared, shared_stride, rank, common, start, count),
+                *(largest[heads], mass[heads], acc[heads]),
+            )
 
 
 @kernel()
 def _tasks(cache, lengths, tokens, q, largest, mass, acc, t, nt):
-    """Thread t's share of all (row, span, tile of heads)."""
+    """Thread t's share of all (row, span), or of all (row, span, tile of heads) where there are few spans."""
     kind, latent, latent_batch, latent_stride, shared, shared_batch, shared_stride, rank, common = cache
-    tiles, work = q.shape[1] // TILE, 0
+    work = 0
     for n in range(len(lengths)):
-        work += spans_of(lengths[n]) * tiles
+        work += spans_of(lengths[n])
+    tiles = 1 if work >= 2 * nt else q.shape[1] // TILE
+    width, work = q.shape[1] // tiles, work * tiles
     begin, end, at = work * t // nt, work * (t + 1) // nt, 0
     for n in range(len(lengths)):
         spans = spans_of(lengths[n])
@@ -168,7 +183,7 @@ def _tasks(cache, lengths, tokens, q, largest, mass, acc, t, nt):
             last = min(chunks * (span + 1) // spans * CHUNK, lengths[n])
             for tile in range(tiles):
                 if begin <= at < end:
-                    heads = slice(tile * TILE, (tile + 1) * TILE)
+                    heads = slice(tile * width, (tile + 1) * width)
                     _span(
                         *(kind, q[n, heads], latent + b * latent_batch, latent_stride),
                         *(shared + b * shared_batch, shared_stride, rank, common, first, last),

@@ -1,7 +1,8 @@
 """What the memory can do: the limit that ``deltafin bench`` holds operations against. Imported by nothing else.
 
-Both loops walk a slice from its index 0: with bounds that are computed from the thread's number, the test for a
-negative index stays in the loop and keeps it from being vectorised. Sums may be reordered (``fastmath``), so that
+Both loops walk slices from their index 0: with bounds that are computed from the thread's number, the test for a
+negative index stays in the loop and keeps it from being vectorised. They ask for memory ahead, as the kernels do:
+without that the limit would be lower than what the kernels reach. Sums may be reordered (``fastmath``), so that
 several partial ones run at once; a single one would measure the latency of an addition.
 """
 
@@ -13,7 +14,17 @@ from typing import Any
 import numba
 import numpy as np
 
+from deltafin.cpu_kernels import vector
 from deltafin.cpu_kernels.compiling import kernel
+
+STEP = 256
+"""Numbers that are asked for and then read at a time, as the kernels do."""
+
+
+@kernel()
+def _ask(mine: np.ndarray) -> None:
+    for line in range(0, 4 * STEP, 64):
+        vector.ask(mine.ctypes.data + 2 * vector.AHEAD + line)
 
 
 @kernel(parallel=True, fastmath=True)
@@ -22,10 +33,13 @@ def read(values: np.ndarray, threads: int) -> np.float32:
     part = values.size // threads
     sums = np.zeros((threads, 16), np.float32)  # a cache line each
     for t in numba.prange(threads):
-        mine = values[t * part : (t + 1) * part]
         total = np.float32(0)
-        for i in range(mine.size):
-            total += mine[i]
+        end = (t + 1) * part
+        for start in range(t * part, end, STEP):
+            mine = values[start : min(start + STEP, end)]
+            _ask(mine)
+            for i in range(mine.size):
+                total += mine[i]
         sums[t, 0] = total
     return sums[:, 0].sum()
 
@@ -35,9 +49,12 @@ def scale(values: np.ndarray, threads: int) -> None:
     """Read and write every value in place; every thread one contiguous part."""
     part = values.size // threads
     for t in numba.prange(threads):
-        mine = values[t * part : (t + 1) * part]
-        for i in range(mine.size):
-            mine[i] *= np.float32(0.999)
+        end = (t + 1) * part
+        for start in range(t * part, end, STEP):
+            mine = values[start : min(start + STEP, end)]
+            _ask(mine)
+            for i in range(mine.size):
+                mine[i] *= np.float32(0.999)
 
 
 def measure(threads: int, size: int, seconds: float, warm: float) -> tuple[float, float]:

@@ -22,25 +22,28 @@ PARALLEL = 128 << 10
 
 
 @kernel()
-def _convolve(x, taps, tail, out):
-    """Convolve some channels of one token with what came before, apply SiLU, and move the tail on.
+def _convolve(x, taps, tail, first, out):
+    """Convolve the channels from ``first`` on of one token with what came before, apply SiLU, and move the tail on.
 
-    ``taps`` [W, channels], ``tail`` [W - 1, channels]: views of these channels.
+    ``taps`` [W, channels], ``tail`` [W - 1, channels]: of all channels, and cut row by row, because a column of a
+    matrix is not known to be contiguous; ``x`` and ``out`` have these channels alone.
     """
     before, channels = len(tail), len(out)
+    last = first + channels
+    now = taps[before, first:last]
     for c in range(channels):
-        out[c] = x[c] * taps[before, c]
+        out[c] = x[c] * now[c]
     for j in range(before):
+        own, old = taps[j, first:last], tail[j, first:last]
         for c in range(channels):
-            out[c] += tail[j, c] * taps[j, c]
+            out[c] += old[c] * own[c]
     for c in range(channels):
         out[c] *= sigmoid(out[c])
-    for j in range(before - 1):
+    for j in range(before):
+        old = tail[j, first:last]
+        new = tail[j + 1, first:last] if j + 1 < before else x
         for c in range(channels):
-            tail[j, c] = tail[j + 1, c]
-    if before:
-        for c in range(channels):
-            tail[before - 1, c] = x[c]
+            old[c] = new[c]
 
 
 @kernel()
@@ -85,14 +88,14 @@ def _head(b, g, groups, inputs, weights, tails, S, floor, eps, out):
     values, o, one = np.empty(value, np.float32), np.empty(value, np.float32), np.empty(1, np.float32)
     keys = slice(g * key, (g + 1) * key)
     for t in range(q_in.shape[1]):
-        _convolve(q_in[b, t, keys], q_conv[:, keys], q_tail[b, :, keys], q)
-        _convolve(k_in[b, t, keys], k_conv[:, keys], k_tail[b, :, keys], k)
+        _convolve(q_in[b, t, keys], q_conv, q_tail[b], keys.start, q)
+        _convolve(k_in[b, t, keys], k_conv, k_tail[b], keys.start, k)
         normalise(q, np.float32(1) / np.sqrt(np.float32(key)))
         normalise(k, np.float32(1))
         qk = sum_of_products(q, k)
         for h in range(g * groups, (g + 1) * groups):
             own = slice(h * value, (h + 1) * value)
-            _convolve(v_in[b, t, own], v_conv[:, own], v_tail[b, :, own], values)
+            _convolve(v_in[b, t, own], v_conv, v_tail[b], own.start, values)
             speed = np.exp(decay_log[h])
             if per_channel:
                 channels = slice(h * key, (h + 1) * key)
@@ -137,20 +140,16 @@ def delta_net(
         return reference.delta_net(q_BTC, k_BTC, v_BTC, decay_BTC, beta_BTH, gate_BTC, w, s, floor, eps)
     dtype = q_BTC.dtype
     inputs = tuple(as_array(x) for x in (q_BTC, k_BTC, v_BTC, decay_BTC, beta_BTH, gate_BTC))
-    tails = s[:3] if s.q_tail.dtype == torch.float32 else tuple(t.float() for t in s[:3])
     S = s.S_BHVK.numpy()
     groups = S.shape[1] * S.shape[3] // q_BTC.shape[2]
     out = np.empty((*q_BTC.shape[:2], S.shape[1] * S.shape[2]), np.float32)
     arguments = (
-        *(groups, inputs, arrays(w), tuple(t.numpy() for t in tails), S),
+        *(groups, inputs, arrays(w), tuple(t.numpy() for t in s[:3]), S),
         *(np.float32(0 if floor is None else floor), np.float32(eps), out),
     )
     tokens = q_BTC.shape[1]
     form = few_tokens if tokens <= FEW else many_tokens
     form(*arguments, threads() if S.nbytes * max(1, tokens // FEW) > PARALLEL else 1)
-    if dtype != torch.float32:
-        for kept, moved in zip(s[:3], tails, strict=True):
-            kept.copy_(moved)
     return torch.from_numpy(out) if dtype == torch.float32 else torch.from_numpy(out).to(dtype)
 
 

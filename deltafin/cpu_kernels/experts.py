@@ -119,10 +119,10 @@ def activate_rows(gate, up, limits, nt):
 
 
 def _many_rows(x: Tensor, expert: Expert, limits: tuple[np.float32, np.float32]) -> Tensor:
-    """One expert for many rows of float32."""
+    """One expert for many rows of float32 or bfloat16; the result is float32."""
     gate, up = product(x, expert.gate), product(x, expert.up)
     activate_rows(gate.numpy(), up.numpy(), limits, threads())
-    return product(gate, expert.down)
+    return product(gate.to(x.dtype), expert.down)
 
 
 def saturation(kind: Activation) -> tuple[np.float32, np.float32]:
@@ -157,7 +157,7 @@ def gated(x: Tensor, gate: Stored, up: Stored, down: Stored, kind: Activation) -
     if x.dtype == torch.float64:
         return reference.gated(x, gate, up, down, kind)
     if xs is None or None in about:
-        y = _many_rows(x.float().reshape(-1, x.shape[-1]), Expert(gate, up, down), saturation(kind))
+        y = _many_rows(x.reshape(-1, x.shape[-1]), Expert(gate, up, down), saturation(kind))
         return y.to(x.dtype).view(*x.shape[:-1], -1)
     rows = len(xs)
     every = (np.array((0, rows)), np.arange(rows), np.ones(rows, np.float32))
@@ -196,9 +196,9 @@ def _many_experts(
     activation: Activation,
 ) -> Tensor:
     """Expert by expert, all rows that have chosen it at once; an expert is read when its turn comes."""
-    xs, y, limits = x.float(), torch.zeros(len(x), x.shape[1]), saturation(activation)
+    y, limits = torch.zeros(len(x), x.shape[1]), saturation(activation)
     rows, shares = torch.from_numpy(row), torch.from_numpy(share).unsqueeze(1)
     for i, which in enumerate(used):
         part = slice(int(start[i]), int(start[i + 1]))
-        y.index_add_(0, rows[part], _many_rows(xs[rows[part]], expert(which), limits).mul_(shares[part]))
+        y.index_add_(0, rows[part], _many_rows(x[rows[part]], expert(which), limits).mul_(shares[part]))
     return y.to(x.dtype)

@@ -107,7 +107,7 @@ def kda(c: config.KDA, w: Any, s: Any, x_BTD: Tensor, norm: Tensor, eps: float, 
         return tables and (sizes, *tables, between)
 
     made, x = _kept(w, make), few(x_BTD)
-    if made is None or x is None or s.q_tail.dtype != torch.float32:
+    if made is None or x is None:
         return None
     sizes, first, decay_up, gate_up, out, between = made
     y = _kda(
@@ -149,7 +149,7 @@ def mla(c: config.MLA, w: Any, s: Any, x_BTD: Tensor, norm: Tensor, eps: float, 
         return tables and (*tables, as_array(norm if w.q_norm is None else w.q_norm), as_array(w.latent_norm))
 
     made, x = _kept(w, make), few(x_BTD)
-    if made is None or x is None or x_BTD.dtype != torch.float32:
+    if made is None or x is None:
         return None
     first, q_up, _, out, q_norm, latent_norm = made
     q, latent, shared, gate = _before(

@@ -1,7 +1,8 @@
 """Products of many rows, for prefill: torch's matrix product over weights that are widened tile by tile.
 
 A tile is used while it is in the cache, so that a packed or half-precision weight costs its own bytes of memory
-traffic and never a copy of its size.
+traffic and never a copy of its size. Rows in bfloat16 are multiplied in bfloat16, with sums in float32, where the
+processor has instructions for that: several times faster than in float32.
 """
 
 from collections.abc import Iterator
@@ -12,13 +13,16 @@ from numba import prange
 from torch import Tensor
 
 from deltafin.cpu_kernels import vector as v
-from deltafin.cpu_kernels.compiling import kernel
+from deltafin.cpu_kernels.compiling import FEATURES, kernel
 from deltafin.cpu_kernels.stored import ADDRESS, SCALE_STRIDE, SCALES, STRIDE, Stored, described, table_of
 from deltafin.cpu_kernels.threads import threads
 from deltafin.quant import MXFP4, Int8
 
 TILE = 1 << 19
 """Elements that are widened at a time: 2 MB, of the second- or third-level cache."""
+
+HALVES = bool({"avx512bf16", "amx-bf16", "bf16"} & FEATURES)
+"""Whether the processor multiplies bfloat16 itself; else torch would take longer than in float32."""
 
 POSITIONS = 512
 """Cached positions that a prompt attends to at a time, which bounds the memory of scores."""
@@ -35,11 +39,14 @@ def _widen_mxfp4(w, first, out, nt):
             v.widen_mxfp4(codes, scales, out.ctypes.data + 4 * r * columns, columns)
 
 
-def tiles(weight: Stored) -> Iterator[tuple[int, Tensor]]:
-    """Yield first row and float32 rows of every tile of a weight; a tile is good until the next is asked for."""
+def tiles(weight: Stored, as_stored: bool = False) -> Iterator[tuple[int, Tensor]]:
+    """Yield first row and float32 rows of every tile of a weight; a tile is good until the next is asked for.
+
+    ``as_stored``: plain weights keep their type.
+    """
     rows, columns = weight.shape
     step = max(1, TILE // columns)
-    if isinstance(weight, Tensor) and weight.dtype == torch.float32:
+    if isinstance(weight, Tensor) and (as_stored or weight.dtype == torch.float32):
         yield from ((start, weight[start : start + step]) for start in range(0, rows, step))
         return
     room = torch.empty(min(step, rows), columns)
@@ -60,8 +67,15 @@ def tiles(weight: Stored) -> Iterator[tuple[int, Tensor]]:
 
 
 def product(x: Tensor, weight: Stored) -> Tensor:
-    """Return ``x @ weight.T`` for float32 x [N, I]."""
+    """Return ``x @ weight.T`` in float32, for x [N, I] in float32 or bfloat16."""
+    exact = isinstance(weight, MXFP4 | Int8) or weight.dtype == torch.bfloat16
     out = torch.empty(len(x), weight.shape[0])
+    if x.dtype == torch.bfloat16 and HALVES and exact:
+        codes = weight.codes if isinstance(weight, Int8) else weight  # whole numbers, which bfloat16 holds exactly
+        for start, tile in tiles(codes, as_stored=True):
+            out[:, start : start + len(tile)] = torch.mm(x, tile.bfloat16().T)
+        return out.mul_(weight.scales) if isinstance(weight, Int8) else out
+    x = x.float()
     for start, tile in tiles(weight):
         torch.mm(x, tile.T, out=out[:, start : start + len(tile)])
     return out
@@ -107,7 +121,7 @@ def attend(q_BTHC: Tensor, latent_BSR: Tensor, shared_BSJ: Tensor, up_HCR: Tenso
 
 def many_rows(x: Tensor, weight: Stored) -> Tensor:
     """``linear`` for any number of rows in float32 or bfloat16."""
-    return product(x.float().reshape(-1, x.shape[-1]), weight).to(x.dtype).view(*x.shape[:-1], -1)
+    return product(x.reshape(-1, x.shape[-1]), weight).to(x.dtype).view(*x.shape[:-1], -1)
 
 
 def up_of(weight: Stored, heads: int) -> Tensor:

@@ -51,7 +51,8 @@ class Weights:
 class State:
     """What the layer remembers: the last inputs of the convolutions, and one matrix a head that never grows.
 
-    Tails are BWC in the stream's type; ``S_BHVK`` is float32, or float64 in a float64 model.
+    Tails BWC and ``S_BHVK`` are float32, or float64 in a float64 model: in a narrower type, what a token finds would
+    depend on whether the one before it came in the same call.
     """
 
     q_tail: Tensor
@@ -64,8 +65,8 @@ class State:
     def empty(cls, c: config.KDA, batch: int, dtype: torch.dtype) -> Self:
         """Return the state before the first token."""
         keys, values = c.heads * c.key_dim, c.heads * c.value_dim
-        q, k, v = (torch.zeros(batch, c.conv_width - 1, channels, dtype=dtype) for channels in (keys, keys, values))
         wider = torch.float64 if dtype == torch.float64 else torch.float32
+        q, k, v = (torch.zeros(batch, c.conv_width - 1, channels, dtype=wider) for channels in (keys, keys, values))
         return cls(q, k, v, torch.zeros(batch, c.heads, c.value_dim, c.key_dim, dtype=wider))
 
     def tensors(self) -> dict[str, Tensor]:

@@ -12,8 +12,9 @@ from deltafin.ops import Ops
 from deltafin.ops.reference import wide
 from deltafin.weights import Weight, weight
 
-ROOM = 256
-"""Positions that a cache starts with; it doubles when full."""
+ROOM = 1 << 16
+"""Positions that a cache has addresses for. Memory that was never written to takes no room, so that it grows without
+being copied; only beyond are there copies, each four times as long."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +76,11 @@ class State:
         self.append(saved["latent_BSR"], saved["shared_BSJ"])
 
     def append(self, latent_BTR: Tensor, shared_BTJ: Tensor) -> None:
-        """Store T more positions, with room for as many again when the buffers must grow."""
+        """Store T more positions, with room for three times as many again when the buffers must grow."""
         end = self.length + latent_BTR.shape[1]
         if end > self.latent_BSR.shape[1]:
-            self.latent_BSR = _grown(self.latent_BSR, self.length, 2 * end)
-            self.shared_BSJ = _grown(self.shared_BSJ, self.length, 2 * end)
+            self.latent_BSR = _grown(self.latent_BSR, self.length, 4 * end)
+            self.shared_BSJ = _grown(self.shared_BSJ, self.length, 4 * end)
         self.latent_BSR[:, self.length : end] = latent_BTR
         self.shared_BSJ[:, self.length : end] = shared_BTJ
         self.length = end
