@@ -281,7 +281,7 @@ def test_stats_say_where_time_and_bytes_went(monkeypatch):
     stats.counted = {"hits": 30, "misses": 10, "bytes": 3 * 10**9, "wait": 1.0, "compute": 0.5}
     first, experts, bar, legend = account(stats, model).splitlines()
     assert first.startswith("11 tokens, 5.0 tokens/s")
-    assert experts == "experts 75.0% in memory, 0.300 GB read a token, disk 1.50 GB/s (50% of the 3.00 GB/s it gives)"
+    assert experts == "experts 75.0% in memory, 300.00 MB read a token, disk 1.50 GB/s (50% of the 3.00 GB/s it gives)"
     assert bar == "a token 200.00 ms  " + 25 * "░" + 13 * "█" + 12 * "·"
     assert legend == "░ disk wait 100.00 ms  █ experts 50.00 ms  · other 50.00 ms"
     stats.counted["seconds"] = {"disk wait": 1.0, "experts": 0.2, "attention": 0.4, "head": 0.2, "other": 9.9}

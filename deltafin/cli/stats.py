@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from deltafin.cli.plan import size
 from deltafin.cli.text import report
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def experts(stats: "Stats", disk_gbs: float | None) -> str:
     if counted.get("bytes"):
         gbs = counted["bytes"] / stats.generate_seconds / 1e9
         share = f" ({gbs / disk_gbs:.0%} of the {disk_gbs:.2f} GB/s it gives)" if disk_gbs else ""
-        line += f", {counted['bytes'] / max(1, stats.generated_tokens - 1) / 1e9:.3f} GB read a token, "
+        line += f", {size(counted['bytes'] / max(1, stats.generated_tokens - 1))} read a token, "
         line += f"disk {gbs:.2f} GB/s{share}"
     return line
 
