@@ -1,8 +1,9 @@
 """The public face: load a model, generate, talk, save and resume."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -10,18 +11,21 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from deltafin import library, machine, ops
+from deltafin import demand, library, machine, ops, placement
 from deltafin.chat import ChatFormat, chat_format
 from deltafin.config import KDA, ModelConfig, MoE
 from deltafin.errors import ChatError, UsageError
-from deltafin.executor import assemble
+from deltafin.executor import PACKED, assemble
 from deltafin.model.decoder import Decoder, forward
 from deltafin.reply import Piece
 from deltafin.sampling import Sampler
 from deltafin.session import PIECE, Session
+from deltafin.slots import slots_within
 from deltafin.snapshot import Snapshot
 from deltafin.store import Store, open_model
+from deltafin.tiers import READERS, Tiers
 from deltafin.tokenizer import Tokenizer
+from deltafin.trace import Step, TraceFile, Watch, watched
 
 Message = Mapping[str, Any]
 """A message in the usual shape: role, content, and what belongs to it."""
@@ -45,6 +49,8 @@ def load(
     backend: str = "auto",
     resident: str = "keep",
     experts: str = "keep",
+    ram: str | int | None = None,
+    readers: int = READERS,
     progress: Callable[[str], None] | None = None,
 ) -> "Model":
     """Open a model: ``"nano"``, the folder of a Hugging Face snapshot or of a store, or the name of what was pulled.
@@ -61,6 +67,10 @@ def load(
     ``resident="int8"`` packs the matrices that every token uses into memory, at half the bytes of bfloat16;
     ``experts="mxfp4"`` or ``"int8"`` the routed experts, at a quarter or half. What is stored packed stays as it is,
     and so does the router. Both round: the model is then not exactly the published one, and ``info`` says so.
+
+    ``ram`` (bytes, or a text such as ``"16GB"``) is a promise: this process stays below it, and experts that do not
+    fit are read when they are needed, ``readers`` at a time. Without it that is done for a model that does not fit in
+    what is free now, less a tenth. It never changes an answer. See ``Model.stats``.
 
     Raises ``CheckpointError`` or ``ConfigError`` naming what is wrong with the files, ``UsageError`` for an argument
     that cannot work.
@@ -79,7 +89,42 @@ def load(
         threads = 1 if store.totals["bytes"] < SMALL else machine.threads()
     table = ops.REFERENCE if backend == "reference" else ops.ready("numba", threads, machine.cores(), progress)
     torch.set_num_threads(threads)  # after the kernels' pool has started, which sets it to its own
-    return Model(store, table, DTYPES[dtype], resident, experts, progress)
+    tiers = _tiers(store, ram, DTYPES[dtype], resident, experts, readers, progress)
+    return Model(store, table, DTYPES[dtype], resident, experts, progress, tiers)
+
+
+def _tiers(
+    store: Snapshot | Store,
+    ram: str | int | None,
+    dtype: torch.dtype,
+    resident: str,
+    experts: str,
+    readers: int,
+    progress: Callable[[str], None] | None,
+) -> Tiers | None:
+    """Return slots for experts within ``ram``; None where all of them can lie in memory, or there are none."""
+    sizes = {i: store.slot_bytes(i) for i, layer in enumerate(store.config.layers) if isinstance(layer.ffn, MoE)}
+    most = placement.bytes_of(ram) if ram is not None else int(machine.memory().available * placement.SHARE)
+    if ram is None and (not sizes or 2 * store.totals["bytes"] < most):
+        return None
+    needs = demand.of_files(store, resident, experts, dtype.itemsize)
+    context = min(placement.CONTEXT, needs.longest or placement.CONTEXT)
+    try:
+        slots = slots_within(most, needs, sizes, context)
+    except UsageError:
+        if ram is not None:
+            raise
+        return None  # the system pages in what it can: slow, but nobody promised anything
+    if ram is None and sum(size * count for size, count in slots.items()) >= sum(
+        size * needs.layers[i].experts for i, size in sizes.items()
+    ):
+        return None
+    if experts != "keep" and any(store.expert_formats[i] - PACKED for i in sizes):
+        raise UsageError(
+            f"experts {experts!r} would be packed into memory, more of them than there is room for",
+            "deltafin convert packs them on the disk",
+        )
+    return Tiers(store, slots, ram=most, readers=readers)
 
 
 class Model:
@@ -93,15 +138,19 @@ class Model:
         resident: str = "keep",
         experts: str = "keep",
         progress: Callable[[str], None] | None = None,
+        tiers: Tiers | None = None,
     ) -> None:
         self._store = store
+        self._tiers = tiers
         self.path = store.path
         self.name = "nano" if store.path == library.EMBEDDED else library.title(store.path)
         self.config: ModelConfig = store.config
         self.decoder: Decoder
-        self.decoder, self._saved = assemble(store, table, dtype, resident, experts, progress)
+        self.decoder, self._saved = assemble(store, table, dtype, resident, experts, progress, tiers)
         chosen = {"resident": resident, "experts": experts}
         self._packed = {what: chosen[what] for what in self._saved}
+        self._watch: Watch | None = None
+        self._seconds = Counter[str]()
 
     @property
     def fingerprint(self) -> str:
@@ -158,6 +207,51 @@ class Model:
             "skipped tensors": ", ".join(f"{count} {part}" for part, count in self._store.skipped.items()) or "none",
             "fingerprint": self.fingerprint[:16],
         }
+
+    def stats(self) -> dict[str, Any]:
+        """Return what was counted since the model was opened: bytes and seconds, in all and by layer, of tiers.
+
+        Since it is watched, also the ``"seconds"`` by part.
+        """
+        counted = {} if self._tiers is None else self._tiers.stats()
+        return counted if self._watch is None else counted | {"seconds": dict(self._seconds)}
+
+    def watch(
+        self,
+        on_step: Callable[[Step], None] | None = None,
+        on_route: Callable[[int, Tensor, Tensor], None] | None = None,
+    ) -> None:
+        """From now on time each part of a token, for ``stats``.
+
+        ``on_step`` is called after each token or piece of a prompt (see ``trace.Step``), ``on_route`` with the number
+        of a layer, the experts it has chosen and their weights, NE each, before these are computed.
+        """
+        if self._watch is None:
+            self._watch = Watch()
+            self._watch.on_step.append(lambda step: self._seconds.update(step.by_part()))
+            self.decoder = watched(self.decoder, self._watch)
+        if on_step:
+            self._watch.on_step.append(on_step)
+        if on_route:
+            self._watch.on_route.append(on_route)
+
+    def trace(self, path: str | Path) -> TraceFile:
+        """Write routes and times to a file from now on, until what is returned is closed; see ``docs/tracing.md``.
+
+        Raises ``StorageError`` when the file cannot be written.
+        """
+        chosen = (self._packed.get(what, "keep") for what in ("resident", "experts"))
+        needs = demand.of_files(self._store, *chosen, activation=self.decoder.dtype.itemsize)
+        context = min(placement.CONTEXT, needs.longest or placement.CONTEXT)
+        experts = {
+            i: {"count": layer.experts, "chosen": layer.chosen, "bytes": self._store.slot_bytes(i)}
+            for i, layer in enumerate(needs.layers)
+            if layer.experts
+        }
+        about = {"model": self.name, "experts": experts, "other_bytes": needs.others(context)}
+        file = TraceFile(Path(path), about)
+        self.watch(on_step=file.write)
+        return file
 
     def _held(self, what: str, formats: Collection[str] = ()) -> str:
         """Say how weights are held; ``formats`` are what they are stored as."""
@@ -252,6 +346,7 @@ class Stats:
     """What one reply took: tokens of the prompt, how many of them were already read, seconds, tokens said.
 
     ``finish_reason`` is ``"stop"``, ``"length"``, ``"tool_calls"``, or ``"interrupted"`` when it was closed early.
+    ``counted`` is what ``Model.stats`` counted while the tokens were said, without the prompt.
     """
 
     prompt_tokens: int = 0
@@ -260,6 +355,7 @@ class Stats:
     generated_tokens: int = 0
     generate_seconds: float = 0.0
     finish_reason: str = ""
+    counted: dict[str, Any] = field(default_factory=dict)
 
 
 class Conversation(Session):
@@ -311,7 +407,7 @@ class Conversation(Session):
         self.stats.reused_tokens = max(0, len(prompt) - (self.tokens_read - read))
         parser = self.model.chat_format.parser(thinking=think)
         self.messages = messages  # from here on the message was heard; before, an error leaves all as it was
-        began, finish = time.perf_counter(), "interrupted"
+        began, before, finish = time.perf_counter(), self.model.stats(), "interrupted"
         try:
             for token in self.generate(sampler, max_tokens, self.model.tokenizer.stop_ids):
                 self.stats.generated_tokens += 1
@@ -326,6 +422,7 @@ class Conversation(Session):
         finally:
             parser.finish()
             reply = parser.message()
+            self.stats.counted = _since(before, self.model.stats())
             self.stats.finish_reason = "tool_calls" if finish == "stop" and reply.get("tool_calls") else finish
             self.messages.append(reply)
 
@@ -362,6 +459,18 @@ class Conversation(Session):
         super()._restore(about, saved)
         self.messages, self.thinking = list(about.get("messages", [])), about.get("thinking")
         self.options = dict(about.get("options", {}))
+
+
+def _since(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """Return by how much every number of ``now`` has grown; what is no number stays."""
+    grown: dict[str, Any] = {}
+    for name, value in now.items():
+        if isinstance(value, Mapping):
+            grown[name] = _since(before.get(name, {}), value)
+        else:
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            grown[name] = value - before.get(name, 0) if number else value
+    return grown
 
 
 def _until(pieces: Iterator[str], stop: Collection[str]) -> Iterator[str]:

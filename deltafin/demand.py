@@ -107,7 +107,7 @@ def of_files(files: Snapshot | Store, resident: str = "keep", experts: str = "ke
     return demand(
         files.config,
         lambda name: files.read(name).nbytes,
-        lambda layer: sum(matrix.nbytes for matrix in files.expert(layer, 0)),
+        lambda layer: sum(e.stop - e.start for found in files.entries(layer, 0) for e in found),
         resident=resident,
         experts=experts,
         activation=activation,

@@ -12,11 +12,13 @@ from torch import Tensor
 from deltafin.config import MoE
 from deltafin.errors import CheckpointError, UsageError
 from deltafin.experts import MappedExperts, PackedExperts
+from deltafin.foresight import Guess
 from deltafin.model.decoder import Block, Decoder, Part, parts
 from deltafin.ops import Expert, Ops
 from deltafin.quant import GROUP, pack_int8, pack_mxfp4
 from deltafin.snapshot import Snapshot
 from deltafin.store import Store
+from deltafin.tiers import Tiers
 from deltafin.weights import Weight, bind, matrices
 
 PACK = {"int8": pack_int8, "mxfp4": partial(pack_mxfp4, closest=True)}
@@ -37,16 +39,20 @@ def assemble(
     resident: str = "keep",
     experts: str = "keep",
     progress: Callable[[str], None] | None = None,
+    tiers: Tiers | None = None,
 ) -> tuple[Decoder, Counter[str]]:
     """Bind every weight of ``store``; ``dtype`` is the type of the residual stream.
 
     Weights keep the type and the place they are stored in ("keep"), or matrices that are stored plain are packed into
     memory one by one: routed experts as ``experts`` says, all others as ``resident`` says. With the decoder comes how
-    many bytes that saves, under "resident" and "experts" if any were packed at all.
+    many bytes that saves, under "resident" and "experts" if any were packed at all. With ``tiers``, experts are read
+    into its slots, and cannot be packed.
 
     Raises ``CheckpointError`` on a wrong shape, or for a matrix to be packed that holds infinities.
     """
-    bound: dict[str, Any] = {part.prefix: _bind(store, part) for part in parts(store.config)}
+    bound: dict[str, Any] = {}
+    for part in parts(store.config):
+        bound[part.prefix] = _bind(store, part, tiers, partial(_guess, part, bound, store.config.eps, ops))
     saved = Counter[str]()
     for part in parts(store.config) if (resident, experts) != ("keep", "keep") else ():
         if progress:
@@ -55,17 +61,21 @@ def assemble(
             progress(f"packing {where}")
         bound[part.prefix] = _packed(store, part, bound[part.prefix], resident, experts, saved)
     blocks = tuple(
-        Block(layer, bound[f"layers.{i}.norms"], bound[f"layers.{i}.mixer"], bound[f"layers.{i}.ffn"], ops)
+        Block(
+            *(layer, bound[f"layers.{i}.norms"], bound[f"layers.{i}.mixer"], bound[f"layers.{i}.ffn"], ops),
+            ahead=tiers.foresight.see if tiers and isinstance(layer.ffn, MoE) else None,
+        )
         for i, layer in enumerate(store.config.layers)
     )
     return Decoder(store.config, bound["edges"], blocks, dtype), saved
 
 
-def _bind(store: Snapshot | Store, part: Part) -> Any:
+def _bind(store: Snapshot | Store, part: Part, tiers: Tiers | None, guess: Guess) -> Any:
     name = f"{part.prefix}.{{}}".format
-    others = {}
+    others: dict[str, Any] = {}
     if isinstance(part.config, MoE):
-        others["experts"] = MappedExperts(partial(store.expert, int(part.prefix.split(".")[1])))
+        layer = int(part.prefix.split(".")[1])
+        others["experts"] = MappedExperts(partial(store.expert, layer)) if tiers is None else tiers.layer(layer, guess)
     return bind(
         part.weights,
         part.config,
@@ -74,6 +84,17 @@ def _bind(store: Snapshot | Store, part: Part) -> Any:
         lambda field: store.describe(name(field)),
         **others,
     )
+
+
+def _guess(part: Part, bound: dict[str, Any], eps: float, ops: Ops, x_BTD: Tensor) -> list[int]:
+    """Return the experts that a layer's router would choose for one row of the stream."""
+    weights, norm = bound[part.prefix], bound[part.prefix.replace("ffn", "norms")].ffn
+    x_ND = ops.rms_norm(x_BTD, norm, eps).flatten(0, 1)
+    ids_NE, _ = ops.route(
+        *(x_ND, weights.router, weights.router_bias),
+        *(part.config.chosen, part.config.renormalize, part.config.scale),
+    )
+    return ids_NE[0].tolist()
 
 
 def _packed(store: Snapshot | Store, part: Part, weights: Any, resident: str, experts: str, saved: Counter[str]) -> Any:

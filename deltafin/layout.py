@@ -50,7 +50,8 @@ class Layout:
     ``raw`` is its ``config.json``, ``files`` the names of its files, ``headers`` their tensors; ``where`` names it in
     errors. ``totals`` counts parameters, bytes, and of these the bytes of routed experts and of scales; ``skipped``
     counts the tensors of parts that a text model does not run; ``expert_formats`` has what a layer's experts are
-    stored as. Raises ``CheckpointError`` or ``ConfigError`` when it is not a complete, consistent model.
+    stored as, ``expert_bytes`` the most that one of them takes. Raises ``CheckpointError`` or ``ConfigError`` when it
+    is not a complete, consistent model.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Layout:
         self.skipped = Counter[str]()
         self.totals = Counter[str]()
         self.expert_formats: dict[int, set[str]] = {layer: set() for layer in self.experts}
+        self.expert_bytes = dict.fromkeys(self.experts, 0)
         self._account()
 
     def _account(self) -> None:
@@ -92,15 +94,18 @@ class Layout:
             inner = self.config.width if moe.latent is None else moe.latent
             shapes = (moe.width, inner), (moe.width, inner), (inner, moe.width)
             for x in range(moe.experts):
+                size = 0
                 for source, shape in zip(name_of(x), shapes, strict=True):
                     names = self.names(source)
                     used.update(names)
+                    size += sum(self.entries[name].stop - self.entries[name].start for name in names)
                     if not names:
                         missing.append(source)
                     else:
                         self._check_expert(names, shape, layer, x)
                         packed = len(names) > 1
                         self.expert_formats[layer].add("MXFP4" if packed else self.entries[names[0]].dtype)
+                self.expert_bytes[layer] = max(self.expert_bytes[layer], size)
         if missing:
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
             raise CheckpointError(

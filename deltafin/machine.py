@@ -1,5 +1,6 @@
 """What this machine has: cores, memory, a folder for caches."""
 
+import mmap
 import os
 import subprocess
 import sys
@@ -62,6 +63,15 @@ class Memory:
     total: int
     available: int
     limit: str
+
+
+def resident() -> int | None:
+    """Return the bytes of memory that this process takes now, mapped files included; None where that is not known."""
+    try:
+        with open("/proc/self/statm", "rb", buffering=0) as file:
+            return int(file.read().split()[1]) * mmap.PAGESIZE
+    except OSError:
+        return None
 
 
 def memory(root: Path = Path("/")) -> Memory:

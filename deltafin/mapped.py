@@ -11,6 +11,12 @@ from torch import Tensor
 from deltafin.headers import DTYPES, Entry
 
 
+def view(memory: Tensor, at: int, e: Entry) -> Tensor:
+    """Return the tensor that begins at ``at`` of some bytes: a view, or a copy where its type cannot begin there."""
+    part, dtype = memory[at : at + e.stop - e.start], DTYPES[e.dtype]
+    return (part.clone() if at % dtype.itemsize else part).view(dtype).view(e.shape)
+
+
 class MappedFiles:
     """Safetensors files by number; each is mapped when something in it is first looked at."""
 
@@ -26,8 +32,7 @@ class MappedFiles:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "The given buffer is not writable")  # nothing writes to weights
                 self._maps[e.file] = mapped, torch.frombuffer(mapped, dtype=torch.uint8)
-        part, dtype = self._maps[e.file][1][e.start : e.stop], DTYPES[e.dtype]
-        return (part.clone() if e.start % dtype.itemsize else part).view(dtype).view(e.shape)
+        return view(self._maps[e.file][1], e.start, e)
 
     def release(self, e: Entry) -> None:
         """Let the system drop a tensor's pages; a view that is still there reads them anew."""

@@ -36,9 +36,6 @@ READERS = 8
 PIECES = (1 << 18, 1 << 24)
 """The smallest and the largest piece that is read from a disk at once."""
 
-SHARE = 0.9
-"""How much of the memory that is free now deltafin plans with; the rest is left to other programs."""
-
 FORMAT = 1
 
 Progress = Callable[[str], None]
@@ -227,18 +224,29 @@ def disk_of(path: Path, expert: int, again: bool = False, progress: Progress | N
 
     ``expert`` is how many bytes are read at once, more or less. ``progress`` is called with one line before measuring.
     """
-    folder = path.resolve()
-    while not folder.exists():
-        folder = folder.parent
-    piece = min(max(1 << max(expert - 1, 1).bit_length(), PIECES[0]), PIECES[1])
+    folder, piece, where = _place(path, expert)
     known = _read()
-    where = f"disk {folder.stat().st_dev} {piece}"
     if again or where not in known:
         if progress:
             progress("measuring the disk")
         known[where] = vars(disk(folder, piece))
         _write(known)
     return Disk(**known[where])
+
+
+def known_disk(path: Path, expert: int) -> Disk | None:
+    """Return what ``disk_of`` measured before, or None. Arguments: as there."""
+    found = _read().get(_place(path, expert)[2])
+    return Disk(**found) if found else None
+
+
+def _place(path: Path, expert: int) -> tuple[Path, int, str]:
+    """A folder on the disk of ``path``, how much is read of it at once, and how measurements of that are called."""
+    folder = path.resolve()
+    while not folder.exists():
+        folder = folder.parent
+    piece = min(max(1 << max(expert - 1, 1).bit_length(), PIECES[0]), PIECES[1])
+    return folder, piece, f"disk {folder.stat().st_dev} {piece}"
 
 
 def measured(path: Path, expert: int, again: bool = False, progress: Progress | None = None) -> Measured:
@@ -253,7 +261,9 @@ def measured(path: Path, expert: int, again: bool = False, progress: Progress | 
     speed, found, memory = known["speed"], disk_of(path, expert, again, progress), machine.memory()
     device = dict(speed["gpu"] or {})
     name = device.pop("name", None)
-    have = placement.Machine(int(memory.available * SHARE), speed["ram_gbs"], found.gbs, speed["cpu_gflops"], **device)
+    have = placement.Machine(
+        int(memory.available * placement.SHARE), speed["ram_gbs"], found.gbs, speed["cpu_gflops"], **device
+    )
     how = "direct reads" if found.direct else "reads that the system may have cached"
     notes = [
         f"memory {memory.available / 1e9:.1f} GB free of {memory.total / 1e9:.1f} GB ({memory.limit}), "

@@ -20,6 +20,15 @@ PROCESS = 700_000_000
 About a quarter of it are pages of libraries, which other processes of the same kind share.
 """
 
+SHARE = 0.9
+"""How much of the memory that is free now deltafin plans with; the rest is left to other programs."""
+
+CONTEXT = 8192
+"""Tokens of a conversation that memory is planned for, where nobody says otherwise."""
+
+EMBEDDING = 64_000_000
+"""Bytes of an embedding that are taken to lie in memory: a token reads one row of it, with the pages around."""
+
 DRIVER = 500_000_000
 """Bytes of a GPU's memory that its driver's context takes."""
 
@@ -143,6 +152,11 @@ class Demand:
     def held(self, layer: LayerDemand, context: int) -> int:
         """Bytes of memory that the state of a layer takes in a conversation of ``context`` tokens."""
         return self.copies * layer.state + layer.position * context
+
+    def others(self, context: int) -> int:
+        """Bytes of memory for a conversation of ``context`` tokens, without routed experts, and the program's own."""
+        state = sum(self.held(layer, context) for layer in self.layers)
+        return PROCESS + self.buffers + state + self.read + min(self.embed, EMBEDDING)
 
     def bytes_per_token(self, context: int) -> int:
         """Bytes that decoding one token after ``context`` others must move, wherever they are.

@@ -5,14 +5,16 @@ checked when the files are opened: missing, unknown, wrongly typed or shaped ten
 """
 
 import hashlib
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from deltafin.direct import PAGE, up
 from deltafin.errors import CheckpointError
-from deltafin.headers import read_header, read_json
+from deltafin.headers import Entry, read_header, read_json
 from deltafin.layout import INDEX, Layout, shards
 from deltafin.mapped import MappedFiles
 from deltafin.ops import Expert
@@ -43,6 +45,7 @@ class Snapshot:
             for layer, (moe, _) in self.layout.experts.items():
                 for x in range(moe.experts):
                     self.expert(layer, x)
+                    self.release_expert(layer, x)  # or what lies around the scales would count as memory in use
 
     @property
     def origin(self) -> dict[str, str]:
@@ -68,6 +71,28 @@ class Snapshot:
         """Return one routed expert: views of what is stored."""
         _, names = self.layout.experts[layer]
         return Expert(*(self._stored(name) for name in names(x)))
+
+    def entries(self, layer: int, x: int) -> list[list[Entry]]:
+        """Say where one routed expert lies: the tensors of its gate, up and down, one each or codes and scales."""
+        names = (self.layout.names(source) for source in self.layout.experts[layer][1](x))
+        return [[self.layout.entries[name] for name in found] for found in names]
+
+    def slot_bytes(self, layer: int) -> int:
+        """Return how many bytes, in whole pages, any expert of a layer takes in memory, wherever its tensors lie."""
+        tensors = 2 * len(Expert._fields)
+        return up(self.layout.expert_bytes[layer]) + 2 * PAGE * tensors  # each begins and ends within a page
+
+    @staticmethod
+    def weight(found: Sequence[Tensor], where: str) -> Tensor | MXFP4:
+        """Make a matrix of its tensors: one, or codes and scales, which are checked; ``where`` names them in errors."""
+        if len(found) == 1:
+            return found[0]
+        packed = MXFP4(*found)
+        rows, columns = packed.shape
+        if tuple(packed.scales.shape) != (rows, columns // GROUP) or columns % GROUP:
+            raise CheckpointError(f"{where} is {tuple(packed.scales.shape)}, which does not fit {(rows, columns)}")
+        check_scales(packed, where)
+        return packed
 
     def release(self, name: str) -> int:
         """Let the system drop one of our tensors' pages; return how many bytes nothing else of ours is made from.
@@ -104,14 +129,7 @@ class Snapshot:
 
     def _stored(self, source: str) -> Tensor | MXFP4:
         names = self.layout.names(source)
-        if len(names) == 1:
-            return self._mapped.view(self.layout.entries[names[0]])
-        packed = MXFP4(*(self._mapped.view(self.layout.entries[name]) for name in names))
-        rows, columns = packed.shape
-        if tuple(packed.scales.shape) != (rows, columns // GROUP) or columns % GROUP:
-            raise CheckpointError(f"{names[1]} is {tuple(packed.scales.shape)}, which does not fit {names[0]}")
-        check_scales(packed, names[1])
-        return packed
+        return self.weight([self._mapped.view(self.layout.entries[name]) for name in names], names[-1])
 
 
 def open_layout(path: Path) -> Layout:

@@ -5,12 +5,13 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import xxhash
+from torch import Tensor
 
 from deltafin.config import ModelConfig, MoE, from_json
 from deltafin.errors import CheckpointError
@@ -100,7 +101,7 @@ class Store:
 
     def read(self, name: str) -> Weight:
         """Return one of our tensors by our name (``layers.3.mixer.q``): a view of the file."""
-        return self._weight(self._resident, self._name(name))
+        return self.weight([self._mapped.view(e) for e in _entries(self._resident, self._name(name))])
 
     def describe(self, name: str) -> str:
         """Say where one of our tensors comes from, for an error message."""
@@ -108,8 +109,24 @@ class Store:
 
     def expert(self, layer: int, x: int) -> Expert:
         """Return one routed expert: views of its slab."""
-        entries = self._slab(layer, x)
-        return Expert(*(self._weight(entries, matrix) for matrix in Expert._fields))
+        return Expert(*(self.weight([self._mapped.view(e) for e in found]) for found in self.entries(layer, x)))
+
+    def entries(self, layer: int, x: int) -> list[list[Entry]]:
+        """Say where one routed expert lies: the tensors of its gate, up and down, one each or codes and scales."""
+        slab = self._slab(layer, x)
+        return [_entries(slab, matrix) for matrix in Expert._fields]
+
+    def slot_bytes(self, layer: int) -> int:
+        """Return how many bytes, in whole pages, any expert of a layer takes in memory."""
+        return self._experts[layer][0].shape[1]
+
+    @staticmethod
+    def weight(found: Sequence[Tensor], where: str = "") -> Weight:
+        """Make a matrix of its tensors: one, or codes and scales."""
+        if len(found) == 1:
+            return found[0]
+        codes, scales = found
+        return Int8(codes, scales) if codes.dtype == torch.int8 else MXFP4(codes, scales)
 
     def release(self, name: str) -> int:
         """Let the system drop one of our tensors' pages; return how many bytes nothing else of ours is made from.
@@ -145,13 +162,6 @@ class Store:
             name: Entry(e.file, t["dtype"], tuple(t["shape"]), *(start + at for at in t["data_offsets"]))
             for name, t in kinds[kind[x]].items()
         }
-
-    def _weight(self, entries: Mapping[str, Entry], name: str) -> Weight:
-        found = [self._mapped.view(e) for e in _entries(entries, name)]
-        if len(found) == 1:
-            return found[0]
-        codes, scales = found
-        return Int8(codes, scales) if codes.dtype == torch.int8 else MXFP4(codes, scales)
 
     def _count(self, parameters: int) -> None:
         self.totals = Counter[str](parameters=parameters)

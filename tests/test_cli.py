@@ -1,5 +1,6 @@
 """The commands: what they print where, their exit codes, and that every option does what it says."""
 
+import contextlib
 import io
 import json
 import subprocess
@@ -11,8 +12,9 @@ import pytest
 from click.testing import CliRunner
 
 import deltafin
-from deltafin import api, evaluate, ops, verify
+from deltafin import api, evaluate, ops, trace, verify
 from deltafin.cli import commands, main
+from deltafin.cli.stats import account
 from deltafin.cli.text import columns, narrow
 from deltafin.errors import CheckpointError
 from deltafin.reply import Piece
@@ -38,6 +40,7 @@ class FakeModel:
             generated_tokens=3,
             generate_seconds=0.5,
             finish_reason="stop",
+            counted={},
         )
 
     def session(self, system=None, **options):
@@ -54,6 +57,13 @@ class FakeModel:
     def stream(self, text, **options):
         self.asked |= {"raw": text, **options}
         yield from ("and ", "so on")
+
+    def watch(self):
+        self.asked["watched"] = True
+
+    def trace(self, path):
+        self.asked["trace"] = path
+        return contextlib.nullcontext()
 
     def info(self):
         return {"name": "toy", "parameters": 1234567, "stop ids": [1, 2], "tied": False, "experts": None}
@@ -88,7 +98,7 @@ def test_help_names_every_command():
     result = invoke("--help")
     assert result.exit_code == 0
     opening = ["chat", "run", "info", "convert", "verify", "eval", "bench"]
-    assert [*main.commands] == [*opening, "pull", "list", "remove", "plan", "doctor"]
+    assert [*main.commands] == [*opening, "pull", "list", "remove", "plan", "doctor", "simulate"]
     assert all(f"  {name} " in result.output for name in main.commands)
 
 
@@ -241,6 +251,52 @@ def test_stats_go_to_stderr(model, command):
     result = invoke(command, "--stats", stdin="hi\n")
     assert result.stdout == "An answer\n"
     assert result.stderr == "3 tokens, 4.0 tokens/s, prompt 12 tokens (0 reused), 1.00 s\n"
+    assert model.asked["watched"]
+
+
+@pytest.mark.parametrize("command", ["run", "chat"])
+def test_nothing_is_watched_or_traced_unasked(model, command):
+    invoke(command, stdin="hi\n")
+    assert model.asked.keys() & {"watched", "trace"} == set()
+
+
+@pytest.mark.parametrize("command", [["run"], ["run", "--raw"], ["chat"]])
+def test_a_trace_goes_to_the_file(command, tmp_path):
+    path = tmp_path / "routes"
+    done = invoke(*command, "--trace", path, "--max-tokens", "3", stdin="hi\n")
+    assert done.exit_code == 0, done.output
+    about, steps = trace.read(path)
+    assert about["model"] == "nano"
+    assert steps[-1].tokens == 1
+    assert trace.viewer_file(path).exists()
+    done = invoke(*command, "--trace", tmp_path / "no" / "routes", stdin="hi\n")
+    assert (done.exit_code, "cannot write to" in done.stderr) == (1, True)
+
+
+def test_stats_say_where_time_and_bytes_went(monkeypatch):
+    monkeypatch.setattr("deltafin.measure.known_disk", lambda path, expert: SimpleNamespace(gbs=3.0))
+    model = SimpleNamespace(path=None)
+    stats = api.Stats(12, 0, 0.5, 11, 2.0, "stop", {})
+    assert account(stats, model).count("\n") == 0
+    stats.counted = {"hits": 30, "misses": 10, "bytes": 3 * 10**9, "wait": 1.0, "compute": 0.5}
+    first, experts, bar, legend = account(stats, model).splitlines()
+    assert first.startswith("11 tokens, 5.0 tokens/s")
+    assert experts == "experts 75.0% in memory, 300.00 MB read a token, disk 1.50 GB/s (50% of the 3.00 GB/s it gives)"
+    assert bar == "a token 200.00 ms  " + 25 * "░" + 13 * "█" + 12 * "·"
+    assert legend == "░ disk wait 100.00 ms  █ experts 50.00 ms  · other 50.00 ms"
+    stats.counted["seconds"] = {"disk wait": 1.0, "experts": 0.2, "attention": 0.4, "head": 0.2, "other": 9.9}
+    *_, bar, legend = account(stats, model).splitlines()
+    assert bar == "a token 200.00 ms  " + 25 * "░" + 5 * "█" + 10 * "▓" + 5 * "▒" + 5 * "·"
+    assert legend.endswith("▓ attention 40.00 ms  ▒ head 20.00 ms  · other 20.00 ms")
+    stats.counted = {"seconds": stats.counted["seconds"]}  # of experts that the system pages in
+    assert "disk" not in account(stats, model)
+    stats.counted = {"hits": 4, "misses": 0, "bytes": 0}
+    assert account(stats, model).splitlines()[1] == "experts 100.0% in memory"
+    stats.counted["foreseen"] = 1
+    assert account(stats, model).splitlines()[1] == "experts 100.0% in memory, 25.0% read ahead"
+    monkeypatch.setattr("deltafin.measure.known_disk", lambda path, expert: None)
+    stats.counted = {"hits": 1, "misses": 1, "bytes": 10**9}
+    assert account(stats, model).splitlines()[1].endswith("disk 0.50 GB/s")
 
 
 @pytest.mark.parametrize(

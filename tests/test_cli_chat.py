@@ -42,6 +42,7 @@ class FakeConversation:
             generated_tokens=31,
             generate_seconds=1.5,
             finish_reason="stop",
+            counted=dict(self.model.counted),
         )
 
     def chat(self, text, *, sampler, max_tokens, thinking) -> Iterator[Piece]:
@@ -76,7 +77,10 @@ class FakeModel:
 
     def __init__(self, *reply):
         self.reply = [Piece(part, "text") if type(part) is str else part for part in reply]
-        self.sessions = []
+        self.sessions, self.counted, self.watched = [], {}, 0
+
+    def watch(self):
+        self.watched += 1
 
     def info(self):
         return {"family": "kimi_k3", "parameters": 1234567}
@@ -230,6 +234,17 @@ def test_think_alone_tells_and_nonsense_is_refused(capsys):
     assert "left to the model" in capsys.readouterr().err
     assert talk(FakeModel("yes"), "/think twice").failed
     assert "on, off, show, hide" in capsys.readouterr().err
+
+
+def test_stats_are_counted_once_somebody_wants_them(capsys):
+    model = FakeModel("yes")
+    model.counted = {"seconds": {"experts": 0.5, "attention": 0.25, "head": 0.25, "other": 0.5}}
+    talk(model, "hi", "/stats")
+    assert model.watched == 0
+    assert "▓ attention 8.33 ms" in capsys.readouterr().err
+    talk(model, "/stats on", "hi")
+    talk(model, stats=True)
+    assert model.watched == 2
 
 
 def test_stats(capsys):

@@ -8,6 +8,7 @@ import click
 from deltafin import __version__
 from deltafin.cli import commands, hub, plan
 from deltafin.cli.convert import convert
+from deltafin.cli.simulate import simulate
 from deltafin.cli.text import plain
 from deltafin.errors import DeltafinError
 
@@ -55,6 +56,6 @@ for command in (
     *(commands.chat, commands.run, commands.info, convert),
     *(commands.verify, commands.evaluate, commands.bench),
     *(hub.pull, hub.list_models, hub.remove),
-    *(plan.plan, plan.doctor),
+    *(plan.plan, plan.doctor, simulate),
 ):
     main.add_command(command)

@@ -16,7 +16,8 @@ from deltafin.chat import UNSET
 from deltafin.cli import show
 from deltafin.cli.markdown import Painter
 from deltafin.cli.reading import QUOTES, Stop, keys_kept
-from deltafin.cli.text import columns, report, speed
+from deltafin.cli.stats import account
+from deltafin.cli.text import columns, speed
 from deltafin.errors import DeltafinError, UsageError
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ class Talk:
         console = Console()
         self.styled = self.terminal and console.color_system is not None and not console.no_color
         self.thinking_shown = self.terminal
+        if self.stats:
+            self.model.watch()
         self.begin(self.system)
 
     def begin(self, system: str | None) -> None:
@@ -160,7 +163,7 @@ class Talk:
         elif self.conversation.stats.finish_reason == "length":
             self.note(f"(stopped at {self.max_tokens} tokens; --max-tokens allows more)")
         if self.stats:
-            self.note(report(self.conversation.stats))
+            self.note(account(self.conversation.stats, self.model))
         if self.terminal:
             self.note("")
 
@@ -226,12 +229,14 @@ class Talk:
         """Show tokens and speed of the last answer, or of every answer from now on."""
         if argument in ("on", "off"):
             self.stats = argument == "on"
+            if self.stats:
+                self.model.watch()
             self.note(f"Statistics after each answer: {argument}.")
         elif argument:
             raise UsageError(f"/stats {argument} means nothing", "nothing, on or off")
         else:
             talk = self.conversation
-            self.note(f"Last answer: {report(talk.stats)}.")
+            self.note(f"Last answer: {account(talk.stats, self.model)}")
             self.note(f"Context: {len(talk.tokens)} tokens, {len(talk.messages)} messages.")
 
     def save(self, argument: str) -> None:
@@ -282,7 +287,7 @@ COMMANDS: dict[str, tuple[str, str, Callable[[Talk, str], object]]] = {
     "/reset": ("", "forget the conversation, keep the system prompt", Talk.reset),
     "/system": ("TEXT", "begin again with this system prompt", Talk.change_system),
     "/think": ("on|off|show|hide", "switch thinking, or whether it is shown", Talk.think),
-    "/stats": ("[on|off]", "tokens and speed of the last answer, or of every answer", Talk.show_stats),
+    "/stats": ("[on|off]", "tokens, speed and times of the last answer, or of every one", Talk.show_stats),
     "/save": ("FILE", "keep the conversation in a file", Talk.save),
     "/load": ("FILE", "go on with a saved conversation", Talk.load),
     "/retry": ("", "answer the last message again", Talk.retry),

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from deltafin.cli.options import LOADING, NANO, SAMPLING, TALKING, sampling, shared
-from deltafin.cli.text import columns, narrow, plain, report
+from deltafin.cli.stats import account
+from deltafin.cli.text import columns, narrow, plain
 from deltafin.errors import UsageError
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def load(model: str, options: dict[str, Any]) -> "Model":
     """Load a model as the loading options ask; what takes long is shown."""
     import deltafin
 
-    chosen = {name: options[name] for name in ("dtype", "threads", "backend", "resident", "experts")}
+    chosen = {name: options[name] for name in ("dtype", "threads", "backend", "resident", "experts", "ram")}
     with waiting() as tell:
         return deltafin.load(model, **chosen, progress=tell)
 
@@ -47,8 +48,9 @@ def chat(context: click.Context, model: str, **options: Any) -> None:
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if terminal:
         click.echo(f"Loading {model} ...", err=True)
+    loaded = load(model, options)
     talk = Talk(
-        load(model, options),
+        loaded,
         Sampler(**sampling(options)),
         system=options["system"],
         max_tokens=options["max_tokens"],
@@ -58,7 +60,8 @@ def chat(context: click.Context, model: str, **options: Any) -> None:
         terminal=terminal,
     )
     history = Path(click.get_app_dir("deltafin"), "history")
-    talk.loop(keyboard(WORDS, talk.status, history) if terminal else pipe(sys.stdin))
+    with traced(loaded, options["trace"]):
+        talk.loop(keyboard(WORDS, talk.status, history) if terminal else pipe(sys.stdin))
     if talk.failed and not terminal:
         context.exit(1)
 
@@ -87,20 +90,29 @@ def run(arguments: tuple[str, ...], raw: bool, **options: Any) -> None:
         click.echo(plain(text) if terminal else text, nl=False, color=True)
 
     if raw:
-        for piece in model.stream(prompt, max_tokens=options["max_tokens"], **sampling(options)):
-            write(piece)
+        with traced(model, options["trace"]):
+            for piece in model.stream(prompt, max_tokens=options["max_tokens"], **sampling(options)):
+                write(piece)
         write("\n")
         return
+    if options["stats"]:
+        model.watch()
     effort = options["effort"] or UNSET
     conversation = model.session(options["system"], thinking=options["think"], effort=effort)
-    for piece in conversation.chat(prompt, sampler=sampler, max_tokens=options["max_tokens"]):
-        if piece.kind == "text":
-            write(piece)
+    with traced(model, options["trace"]):
+        for piece in conversation.chat(prompt, sampler=sampler, max_tokens=options["max_tokens"]):
+            if piece.kind == "text":
+                write(piece)
     write("\n")
     if conversation.stats.finish_reason == "length":
         click.echo(f"stopped at {options['max_tokens']} tokens; --max-tokens allows more", err=True)
     if options["stats"]:
-        click.echo(report(conversation.stats), err=True)
+        click.echo(account(conversation.stats, model), err=True)
+
+
+def traced(model: "Model", file: Path | None) -> contextlib.AbstractContextManager[object]:
+    """Write a trace of what ``model`` does in a context to ``file``, if there is one."""
+    return model.trace(file) if file else contextlib.nullcontext()
 
 
 def model_and_prompt(arguments: tuple[str, ...]) -> tuple[str, str]:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import click
 
-from deltafin.cli.options import NANO
 from deltafin.cli.text import columns
 
 

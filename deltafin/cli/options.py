@@ -1,6 +1,7 @@
 """The options that commands share: each means the same everywhere."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
@@ -45,6 +46,7 @@ LOADING = [
         show_default=True,
         help="Kernels to run on: numba, also what auto means so far, or plain torch.",
     ),
+    click.option("--ram", metavar="SIZE", help="Memory to stay below, such as 16GB; experts that do not fit are read."),
     *PACKING,
 ]
 
@@ -100,7 +102,13 @@ TALKING = [
     click.option("--system", metavar="TEXT", help="System prompt."),
     click.option("--think/--no-think", default=None, help="Let the model think before it answers."),
     click.option("--effort", type=click.Choice(["low", "high", "max"]), help="How much to think."),
-    click.option("--stats", is_flag=True, help="Report tokens and speed on stderr after an answer."),
+    click.option("--stats", is_flag=True, help="Report tokens, speed and where time went on stderr after an answer."),
+    click.option(
+        "--trace",
+        metavar="FILE",
+        type=click.Path(dir_okay=False, path_type=Path),
+        help="Write the experts and seconds of every token to FILE, and to FILE.viewer.json for a trace viewer.",
+    ),
 ]
 
 

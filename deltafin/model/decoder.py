@@ -1,7 +1,7 @@
 """The whole model on one page: frozen weights, the state of every layer, and forward."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -68,6 +68,8 @@ class Block:
     mixer: Any
     ffn: Any
     ops: Ops
+    ahead: Callable[[Tensor], None] | None = field(default=None, kw_only=True)
+    """Is shown what the feed-forward will read, to prepare for it."""
 
     def mix(self, s: State, x_BTD: Tensor, eps: float, few: bool) -> Tensor:
         """Return what the mixer of tokens adds to the stream, norm first; ``s`` is advanced."""
@@ -82,6 +84,8 @@ class Block:
     def feed(self, x_BTD: Tensor, eps: float, few: bool) -> Tensor:
         """Return what the feed-forward adds to the stream, norm first."""
         kind = self.layer.ffn
+        if self.ahead is not None:
+            self.ahead(x_BTD)
         whole = self.ops.whole.get(type(kind)) if few else None
         y = whole(kind, self.ffn, x_BTD, self.norms.ffn, eps, self.ops) if whole else None
         if y is None:

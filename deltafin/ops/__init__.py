@@ -43,6 +43,9 @@ class Ops:
 FEW = 8
 """Up to this many tokens in a call are decoding; more are prefill."""
 
+HELD = 16
+"""Up to this many rows in a call, ``experts`` may hold all its experts at once; with more it takes one at a time."""
+
 REFERENCE = Ops("torch")
 
 ROWS = tuple(f.name for f in fields(Ops) if callable(f.default))
