@@ -34,7 +34,7 @@ class Foresight:
 
     def see(self, x_BTD: Tensor) -> None:
         """Note the residual stream that a feed-forward reads."""
-        self.stream = x_BTD if x_BTD.shape[0] == x_BTD.shape[1] == 1 else None
+        self.stream = x_BTD
 
     def begin(self) -> None:
         """Note that a token begins."""
@@ -49,7 +49,7 @@ class Foresight:
 
     def guess(self, layer: int, previous: list[int], route: Guess) -> list[int]:
         """Return the experts of a layer that are to be read now; ``previous`` are those of the token before."""
-        if self.stream is None or self.lookahead is False:
+        if self.lookahead is False or self.stream is None or self.stream.shape[:2] != (1, 1):
             return []
         if self.tokens <= SCOUTING:
             self._guesses[layer] = previous, route(self.stream)

@@ -10,6 +10,9 @@ FAULTS = 8
 STALLED = 10.0
 """Percent of the last ten seconds in which something waited for memory."""
 
+SLOW = 1.25
+"""How many times as long as the fastest a slow token takes."""
+
 FIRST = 8
 """Tokens that are not judged: what they meet for the first time comes from the disk anyway."""
 
@@ -29,15 +32,12 @@ class Pressure:
     def end(self, seconds: float) -> str | None:
         """Note how long a token took; return why less should be held in memory, if so."""
         before, self._faults = self._faults, faults()
-        return self.judge(seconds, self._faults - before, stalled())
-
-    def judge(self, seconds: float, faults: int, stalled: float) -> str | None:
-        """As ``end``: of a token, its seconds and its page faults, and the percentage of time that was lost."""
         self.tokens += 1
         if self.tokens <= FIRST:
             return None
-        scarce = faults >= FAULTS or stalled >= STALLED
-        self._slow = self._slow + 1 if scarce and seconds > self._best else 0
+        came = self._faults - before
+        slow = seconds > SLOW * self._best and (came >= FAULTS or (came > 0 and stalled() >= STALLED))
+        self._slow = self._slow + 1 if slow else 0
         self._best = min(self._best, seconds)
         if self._slow < PATIENCE:
             return None

@@ -62,6 +62,8 @@ class Pool:
         self.size, self.count, self.policy = size, count, policy
         self.least = 0
         """Slots that a token needs in one layer."""
+        self.total = 0
+        """Experts that may come to lie here."""
         self.memory = anonymous(size * count)
         self.room = memoryview(self.memory)
         self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
@@ -80,6 +82,11 @@ class Pool:
     def spare(self) -> int:
         """Slots that no pinned expert lies in."""
         return self.count - len(self.pinned)
+
+    @property
+    def whole(self) -> bool:
+        """Whether there is a slot for every expert, so that none ever leaves."""
+        return self.count >= self.total
 
     @property
     def fresh(self) -> int:
