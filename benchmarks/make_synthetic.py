@@ -20,10 +20,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from deltafin.quant import MXFP4, pack_mxfp4
+from deltafin.quant import GROUP, MXFP4
 
 KEY, CONV, LATENT, SHARED, PLAIN, VALUE = 128, 4, 512, 64, 128, 128
 """Channels of a KDA head, taps; and of latent attention: rank, shared key, a head's own key, its value."""
+
+SCALE = 120
+"""Of every group of packed experts: random codes then spread as 0.02 does, the scale of matrices that are not."""
 
 EPS, CONTEXT = 1e-5, 1 << 20
 SPECIALS = [
@@ -58,8 +61,9 @@ SIZES = {
     ("kimi-k3", "tiny"): Sizes(256, 4, 4, 512, 8, 2, 128, 2048, 2, 128, 128, 2),
     ("kimi-k3", "medium"): Sizes(1024, 12, 16, 4096, 128, 16, 512, 32768, 2, 512, 384, 4),
     ("kimi-k3", "large"): Sizes(2048, 16, 16, 8192, 128, 16, 768, 65536, 2, 1024, 768, 4),
+    ("kimi-k3", "deep disk"): Sizes(2048, 5, 16, 8192, 64, 16, 3072, 8192, 1, 3584, 768, 4),
 }
-"""Medium is 1.3 billion parameters, of which a token reads 310 (Kimi Linear) or 360 million (K3)."""
+"""Deep disk has few layers and experts as large as Kimi K3's own: 4.5 GB of them in MXFP4. Medium is 1.3 billion parameters, of which a token reads 310 (Kimi Linear) or 360 million (K3)."""
 
 
 class Item(NamedTuple):
@@ -280,12 +284,14 @@ def write_hub(model: Model, out: Path, seed: int, packed: bool) -> None:
     for number, layer in enumerate(layers, 1):
         file, tensors = f"model-{number:05}-of-{len(layers):05}.safetensors", {}
         for item in (item for item in model.items if item.layer == layer):
-            values, name = draw(item, random), model.root + item.name
+            name = model.root + item.name
             if packed and item.kind == "expert":
-                weight = pack_mxfp4(values.float())
-                tensors |= {name + "_packed": weight.codes, name + "_scale": weight.scales}
+                rows, columns = item.shape
+                codes = torch.randint(256, (rows, columns // 2), dtype=torch.uint8, generator=random)
+                scales = torch.full((rows, columns // GROUP), SCALE, dtype=torch.uint8)
+                tensors |= {name + "_packed": codes, name + "_scale": scales}
             else:
-                tensors[name] = values
+                tensors[name] = draw(item, random)
         save_file(tensors, out / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, file)
     write_json(out / "model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map})
@@ -535,7 +541,7 @@ def _write_gguf_keys(writer, model: Model, gguf) -> None:
 
 @click.command(help=__doc__)
 @click.option("--arch", type=click.Choice(["kimi-linear", "kimi-k3"]), default="kimi-linear", show_default=True)
-@click.option("--scale", type=click.Choice(["tiny", "medium", "large"]), default="medium", show_default=True)
+@click.option("--scale", type=click.Choice(["tiny", "medium", "large", "deep disk"]), default="medium", show_default=True)
 @click.option("--expert-format", type=click.Choice(["bf16", "mxfp4"]), default="bf16", show_default=True)
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), required=True, help="Folder to write.")
 @click.option("--gguf", type=click.Path(dir_okay=False, path_type=Path), help="Write this file as well.")

@@ -91,8 +91,6 @@ class Tiers:
         experts = TieredExperts(self, pool, layer, moe.experts, guess)
         if self.layers:
             next(reversed(self.layers.values())).following = experts
-        else:
-            self.first = experts
         self.layers[layer] = experts
         return experts
 
@@ -177,6 +175,7 @@ class TieredExperts:
         self.keys = [(layer, x) for x in range(experts)]
         self.held = pool.experts.setdefault(layer, {})
         self.counters = Counters()
+        self.first = not tiers.layers
         self.previous: list[int] = []
         """What the token before chose."""
         self.early: set[int] = set()
@@ -185,29 +184,36 @@ class TieredExperts:
     def __call__(self, x_NM: Tensor, ids_NE: Tensor, weight_NE: Tensor, activation: Activation, ops: Ops) -> Tensor:
         """Return the weighted sum over each row's experts, NM."""
         with self.tiers.lock:
-            began, waited = perf_counter(), self.counters.wait
-            if self is self.tiers.first and len(ids_NE) == 1:
+            began, waited, one = perf_counter(), self.counters.wait, len(ids_NE) == 1
+            if self.first and one:
                 self.tiers.begin(began)
             try:
-                used: list[int] = ids_NE[0].tolist() if len(ids_NE) == 1 else ids_NE.unique().tolist()
-                if self.pool.whole and self.held.keys() >= set(used):  # the shortest way there is
-                    self.counters.hits += len(used)
-                    y = ops.experts(x_NM, ids_NE, weight_NE, self.held.__getitem__, activation)
-                else:
-                    y = self._run(used, x_NM, ids_NE, weight_NE, activation, ops)
+                y = self._at_hand(x_NM, ids_NE, weight_NE, activation, ops) if one and self.pool.whole else None
+                if y is None:
+                    y = self._run(x_NM, ids_NE, weight_NE, activation, ops)
             except BaseException:
                 self.pool.recover()
                 raise
             ended = perf_counter()
             self.counters.compute += ended - began - (self.counters.wait - waited)
-            if self.following is None and len(ids_NE) == 1:
+            if one and self.following is None:
                 self.tiers.end(ended)
             return y
 
-    def _run(
-        self, used: list[int], x_NM: Tensor, ids_NE: Tensor, weight_NE: Tensor, activation: Activation, ops: Ops
-    ) -> Tensor:
+    def _at_hand(
+        self, x_NM: Tensor, ids_NE: Tensor, weight_NE: Tensor, activation: Activation, ops: Ops
+    ) -> Tensor | None:
+        """Compute a row where no expert ever leaves, without any ado; None where one is not here yet."""
+        try:
+            y = ops.experts(x_NM, ids_NE, weight_NE, self.held.__getitem__, activation)
+        except KeyError:
+            return None
+        self.counters.hits += ids_NE.numel()
+        return y
+
+    def _run(self, x_NM: Tensor, ids_NE: Tensor, weight_NE: Tensor, activation: Activation, ops: Ops) -> Tensor:
         rows, pool, held = len(ids_NE), self.pool, self.held
+        used: list[int] = ids_NE[0].tolist() if rows == 1 else ids_NE.unique().tolist()
         keys = [self.keys[x] for x in used]
         leased = set(keys)
         if pool.reading:
@@ -218,7 +224,7 @@ class TieredExperts:
         apart = ops.together and x_NM.dtype != torch.float64
         if apart and 1 < rows <= HELD and len(used) > pool.spare:
             halves = (slice(rows // 2), slice(rows // 2, rows))
-            return torch.cat([self(x_NM[h], ids_NE[h], weight_NE[h], activation, ops) for h in halves])
+            return torch.cat([self._run(x_NM[h], ids_NE[h], weight_NE[h], activation, ops) for h in halves])
         self.counters.hits += len(used) - len(missing)
         self.counters.misses += len(missing)
         for key in keys:
