@@ -63,7 +63,10 @@ SIZES = {
     ("kimi-k3", "large"): Sizes(2048, 16, 16, 8192, 128, 16, 768, 65536, 2, 1024, 768, 4),
     ("kimi-k3", "deep disk"): Sizes(2048, 5, 16, 8192, 64, 16, 3072, 8192, 1, 3584, 768, 4),
 }
-"""Deep disk has few layers and experts as large as Kimi K3's own: 4.5 GB of them in MXFP4. Medium is 1.3 billion parameters, of which a token reads 310 (Kimi Linear) or 360 million (K3)."""
+"""Medium is 1.3 billion parameters, of which a token reads 310 (Kimi Linear) or 360 million (K3).
+
+Deep disk has few layers, and experts as large as Kimi K3's own: 4.5 GB of them in MXFP4.
+"""
 
 
 class Item(NamedTuple):
@@ -541,13 +544,17 @@ def _write_gguf_keys(writer, model: Model, gguf) -> None:
 
 @click.command(help=__doc__)
 @click.option("--arch", type=click.Choice(["kimi-linear", "kimi-k3"]), default="kimi-linear", show_default=True)
-@click.option("--scale", type=click.Choice(["tiny", "medium", "large", "deep disk"]), default="medium", show_default=True)
+@click.option(
+    "--scale", type=click.Choice(["tiny", "medium", "large", "deep disk"]), default="medium", show_default=True
+)
 @click.option("--expert-format", type=click.Choice(["bf16", "mxfp4"]), default="bf16", show_default=True)
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), required=True, help="Folder to write.")
 @click.option("--gguf", type=click.Path(dir_okay=False, path_type=Path), help="Write this file as well.")
 @click.option("--seed", type=int, default=1, show_default=True)
 def main(arch: str, scale: str, expert_format: str, out: Path, gguf: Path | None, seed: int) -> None:
     """Write the checkpoint, unless the folder has one, and the GGUF file."""
+    if (arch, scale) not in SIZES:
+        raise click.UsageError(f"{arch} has no scale {scale}")
     model = Model(arch, scale)
     total, used = model.parameters()
     click.echo(f"{arch} {scale}: {total:,} parameters, {used:,} a token")

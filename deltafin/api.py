@@ -1,6 +1,7 @@
 """The public face: load a model, generate, talk, save and resume."""
 
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -11,15 +12,15 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from deltafin import demand, library, machine, ops, placement
+from deltafin import demand, heat, library, machine, ops, placement
 from deltafin.chat import ChatFormat, chat_format
 from deltafin.config import KDA, ModelConfig, MoE
 from deltafin.errors import ChatError, UsageError
 from deltafin.executor import PACKED, assemble
-from deltafin.model.decoder import Decoder, forward
+from deltafin.model.decoder import SLICE, Decoder, forward
 from deltafin.reply import Piece
 from deltafin.sampling import Sampler
-from deltafin.session import PIECE, Session
+from deltafin.session import Session
 from deltafin.slots import slots_within
 from deltafin.snapshot import Snapshot
 from deltafin.store import Store, open_model
@@ -50,6 +51,8 @@ def load(
     resident: str = "keep",
     experts: str = "keep",
     ram: str | int | None = None,
+    pin: int = 0,
+    lookahead: bool | None = None,
     readers: int = READERS,
     progress: Callable[[str], None] | None = None,
 ) -> "Model":
@@ -70,7 +73,9 @@ def load(
 
     ``ram`` (bytes, or a text such as ``"16GB"``) is a promise: this process stays below it, and experts that do not
     fit are read when they are needed, ``readers`` at a time. Without it that is done for a model that does not fit in
-    what is free now, less a tenth. It never changes an answer. See ``Model.stats``.
+    what is free now, less a tenth. The ``pin`` experts that were the hottest in earlier runs are never given up.
+    ``lookahead`` says whether experts are read before it is certain that they are needed (default: where that is
+    measured to be a gain). None of it changes an answer. See ``Model.stats`` and ``docs/tiers.md``.
 
     Raises ``CheckpointError`` or ``ConfigError`` naming what is wrong with the files, ``UsageError`` for an argument
     that cannot work.
@@ -89,24 +94,32 @@ def load(
         threads = 1 if store.totals["bytes"] < SMALL else machine.threads()
     table = ops.REFERENCE if backend == "reference" else ops.ready("numba", threads, machine.cores(), progress)
     torch.set_num_threads(threads)  # after the kernels' pool has started, which sets it to its own
-    tiers = _tiers(store, ram, DTYPES[dtype], resident, experts, readers, progress)
-    return Model(store, table, DTYPES[dtype], resident, experts, progress, tiers)
+    most, slots = _slots(store, ram, DTYPES[dtype], resident, experts)
+    if slots is None:
+        if pin or lookahead is not None:
+            what = "pin" if pin else "lookahead"
+            raise UsageError(f"{what} means nothing here: no experts are read while the model runs", "give ram as well")
+        return Model(store, table, DTYPES[dtype], resident, experts, progress)
+    kept = heat.file_of(store.fingerprint)
+    tiers = Tiers(store, slots, ram=most, heat=heat.read(kept), lookahead=lookahead, readers=readers)
+    model = Model(store, table, DTYPES[dtype], resident, experts, progress, tiers)
+    if pin:
+        if progress:
+            progress(f"reading the {pin} hottest experts")
+        tiers.pin(pin)
+    if kept:
+        weakref.finalize(tiers, heat.keep, kept, [pool.policy for pool in tiers.pools.values()])
+    return model
 
 
-def _tiers(
-    store: Snapshot | Store,
-    ram: str | int | None,
-    dtype: torch.dtype,
-    resident: str,
-    experts: str,
-    readers: int,
-    progress: Callable[[str], None] | None,
-) -> Tiers | None:
-    """Return slots for experts within ``ram``; None where all of them can lie in memory, or there are none."""
+def _slots(
+    store: Snapshot | Store, ram: str | int | None, dtype: torch.dtype, resident: str, experts: str
+) -> tuple[int, dict[int, int] | None]:
+    """Return how much memory there is, and slots for experts in it: None where none are needed, or cannot help."""
     sizes = {i: store.slot_bytes(i) for i, layer in enumerate(store.config.layers) if isinstance(layer.ffn, MoE)}
     most = placement.bytes_of(ram) if ram is not None else int(machine.memory().available * placement.SHARE)
     if ram is None and (not sizes or 2 * store.totals["bytes"] < most):
-        return None
+        return most, None
     needs = demand.of_files(store, resident, experts, dtype.itemsize)
     context = min(placement.CONTEXT, needs.longest or placement.CONTEXT)
     try:
@@ -114,17 +127,17 @@ def _tiers(
     except UsageError:
         if ram is not None:
             raise
-        return None  # the system pages in what it can: slow, but nobody promised anything
+        return most, None  # the system pages in what it can: slow, but nobody promised anything
     if ram is None and sum(size * count for size, count in slots.items()) >= sum(
         size * needs.layers[i].experts for i, size in sizes.items()
     ):
-        return None
+        return most, None
     if experts != "keep" and any(store.expert_formats[i] - PACKED for i in sizes):
         raise UsageError(
             f"experts {experts!r} would be packed into memory, more of them than there is room for",
             "deltafin convert packs them on the disk",
         )
-    return Tiers(store, slots, ram=most, readers=readers)
+    return most, slots if sizes else None
 
 
 class Model:
@@ -198,6 +211,8 @@ class Model:
             )
             about["expert bytes"] = totals["expert bytes"] - self._saved["experts"]
             about["expert weights"] = self._held("experts", set[str]().union(*self._store.expert_formats.values()))
+        if self._tiers is not None:
+            about |= self._tiers.info()
         return about | {
             "resident weights": self._held("resident"),
             "activations": str(self.decoder.dtype).removeprefix("torch."),
@@ -268,7 +283,7 @@ class Model:
         if not 0 <= min(ids) <= max(ids) < self.config.vocab:
             raise UsageError(f"token ids must be from 0 to {self.config.vocab - 1}")
         state = self.decoder.empty_state()
-        pieces = (torch.tensor([ids[start : start + PIECE]]) for start in range(0, len(ids), PIECE))
+        pieces = (torch.tensor([ids[start : start + SLICE]]) for start in range(0, len(ids), SLICE))
         return torch.cat([forward(self.decoder, state, p, last=p.shape[1])[0] for p in pieces]).float()
 
     def generate(self, prompt: str | Sequence[Message], **options: Any) -> str:

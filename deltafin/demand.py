@@ -11,7 +11,7 @@ from torch import Tensor
 from deltafin.config import KDA, MLA, MLP, AttentionResidual, Layer, ModelConfig, MoE
 from deltafin.executor import EXACT
 from deltafin.layout import Layout
-from deltafin.model.decoder import Decoder, parts
+from deltafin.model.decoder import SLICE, Decoder, parts
 from deltafin.placement import Demand, LayerDemand
 from deltafin.quant import GROUP
 from deltafin.session import CHECKPOINTS, PIECE
@@ -149,7 +149,7 @@ def _mixer(layer: Layer, activation: int) -> LayerDemand:
             return LayerDemand(0, state=max(4, activation) * h * k * v + activation * (w - 1) * h * (2 * k + v))
         case MLA(heads=h, plain_dim=p, shared_dim=j, value_dim=v, latent_rank=r):
             # Keys and values made for every position, or queries moved into the latent space: what takes less.
-            expanded = 2 * h * ((p + j + v) + r * (p + v) / PIECE)
+            expanded = 2 * h * ((p + j + v) + r * (p + v) / SLICE)
             return LayerDemand(0, position=activation * (r + j), attention=min(expanded, 2 * h * (2 * r + j)))
 
 
@@ -178,10 +178,10 @@ def _buffers(config: ModelConfig, activation: int) -> int:
     for layer in set(config.layers):
         match layer.mixer:
             case KDA(heads=h, key_dim=k, value_dim=v):
-                mixer = PIECE * 2 * h * (4 * k + 3 * v)
+                mixer = SLICE * 2 * h * (4 * k + 3 * v)
             case MLA(heads=h, plain_dim=p, shared_dim=j, value_dim=v, latent_rank=r):
-                spans = 3 * PIECE * PIECE * h + h * (p + v) * 2 * (r + PIECE)
-                mixer = PIECE * h * (3 * (p + j + v) + 4 * max(r, v)) + spans
+                spans = 3 * SLICE * SLICE * h + h * (p + v) * 2 * (r + SLICE)
+                mixer = SLICE * h * (3 * (p + j + v) + 4 * max(r, v)) + spans
         match layer.ffn:
             case MLP(width=f):
                 feed = PIECE * 3 * f

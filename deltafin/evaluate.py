@@ -12,9 +12,8 @@ import torch
 
 from deltafin.api import Model
 from deltafin.errors import UsageError
-from deltafin.model.decoder import forward
+from deltafin.model.decoder import SLICE, forward
 from deltafin.sampling import check_finite
-from deltafin.session import PIECE
 
 
 @dataclass(frozen=True)
@@ -133,8 +132,8 @@ def evaluate(
 def _losses(model: Model, ids: list[int]) -> Iterator[tuple[list[float], int]]:
     """Yield the nats of tokens 1, 2, ... in pieces, with how many tokens have been read."""
     state = model.decoder.empty_state()
-    for start in range(0, len(ids) - 1, PIECE):
-        piece = ids[start : min(start + PIECE, len(ids) - 1)]
+    for start in range(0, len(ids) - 1, SLICE):
+        piece = ids[start : min(start + SLICE, len(ids) - 1)]
         logits = forward(model.decoder, state, torch.tensor([piece]), last=len(piece))[0]
         targets = torch.tensor(ids[start + 1 : start + 1 + len(piece)])
         nats = torch.nn.functional.cross_entropy(logits.double(), targets, reduction="none")

@@ -22,8 +22,8 @@ from deltafin.errors import SessionError, UsageError
 from deltafin.model.decoder import Decoder, State, forward
 from deltafin.sampling import Sampler, check_finite
 
-PIECE = 512
-"""Tokens of a prompt that are read at a time, which bounds the memory of activations."""
+PIECE = 2048
+"""Tokens of a prompt that pass through the layers at a time: each pass reads every expert that it uses once."""
 
 CHECKPOINTS = 5
 """Checkpoints that are kept: before and after each of the last two messages, and where the reply between them ends."""

@@ -22,6 +22,7 @@ from deltafin.config import Activation, MoE
 from deltafin.direct import DirectFiles, runs, up
 from deltafin.errors import UsageError
 from deltafin.foresight import Foresight, Guess
+from deltafin.heat import merged
 from deltafin.mapped import view
 from deltafin.ops import FEW, HELD, Expert, Ops
 from deltafin.policy import AgedFrequency, Key
@@ -95,20 +96,29 @@ class Tiers:
         return experts
 
     def pin(self, count: int) -> None:
-        """Hold the hottest ``count`` experts from now on; ``UsageError`` where there is no room for them."""
+        """Hold the hottest ``count`` experts from now on; ``UsageError`` where there is no room for so many."""
+        room = sum(pool.spare - pool.least for pool in self.pools.values())
+        if count > room:
+            raise UsageError(f"there is no room for {count} pinned experts", f"{room} fit, or give more memory")
+        hottest = [key for key in self.heat if key[0] in self.layers][:count]
         for pool in self.pools.values():
-            keys = [key for key in pool.policy.heat if key[0] in pool.experts][:count]
-            if len(keys) > pool.spare - pool.least:
-                raise UsageError(
-                    f"{len(keys)} experts cannot be pinned", f"there is room for {pool.spare - pool.least}"
-                )
-            pool.pin(keys)
-            count -= len(keys)
+            pool.pin([key for key in hottest if key[0] in pool.experts][: pool.spare - pool.least])
+        if sum(len(pool.pinned) for pool in self.pools.values()) < count:
+            self.notes.append("not all are pinned that could be: so many hot experts are not known yet")
 
     @property
-    def heat(self) -> dict[Key, float]:
-        """How hot every expert is, for a later run."""
-        return {k: h for pool in self.pools.values() for k, h in pool.policy.heat.items() if k[0] in pool.experts}
+    def heat(self) -> Mapping[Key, float]:
+        """How hot the experts are, the hottest first."""
+        return merged(pool.policy for pool in self.pools.values())
+
+    def info(self) -> dict[str, Any]:
+        """Return how experts are held, for people; sizes are bytes."""
+        count, total = (sum(getattr(pool, what) for pool in self.pools.values()) for what in ("count", "total"))
+        return {
+            "experts in memory": f"{min(count, total):,} of {total:,}",
+            "memory for experts": sum(pool.size * min(pool.count, pool.total) for pool in self.pools.values()),
+            "expert reads": "direct" if self.files.direct else "through the page cache",
+        }
 
     def stats(self) -> dict[str, Any]:
         """Return what was counted since the model was opened, in all and by layer: numbers, bytes and seconds."""
@@ -118,6 +128,7 @@ class Tiers:
         }
         total = {name: sum(c[name] for c in layers.values()) for name in ("bytes", *(f.name for f in fields(Counters)))}
         return total | {
+            "pinned": sum(len(pool.pinned) for pool in self.pools.values()),
             "slots": {size: pool.count for size, pool in self.pools.items()},
             "lookahead": self.foresight.lookahead,
             "direct": self.files.direct,

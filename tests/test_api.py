@@ -141,7 +141,7 @@ def test_logits_are_a_row_for_each_token_and_those_of_a_session(tiny):
 def test_logits_of_a_long_text_do_not_depend_on_its_pieces(linear, monkeypatch):
     ids = [(5 * i * i) % 192 for i in range(100)]
     whole = linear.logits(ids)
-    monkeypatch.setattr(api, "PIECE", 33)
+    monkeypatch.setattr(api, "SLICE", 33)
     assert compare((linear.logits(ids),), (whole,))[1] <= BOUNDS["model float32"]
 
 

@@ -46,7 +46,7 @@ def nats(model, ids) -> list[float]:
 
 @pytest.mark.parametrize("piece", [512, 7])
 def test_losses_are_those_of_the_logits(talker, monkeypatch, piece):
-    monkeypatch.setattr(module, "PIECE", piece)
+    monkeypatch.setattr(module, "SLICE", piece)
     ids = talker.tokenizer.encode(TEXT)
     (score,) = evaluate(talker, [Document(TEXT)])
     assert (score.kind, score.documents, score.tokens) == ("text", 1, len(ids) - 1)
@@ -120,7 +120,7 @@ def test_kinds_are_counted_apart_and_together(talker):
 
 
 def test_progress_only_grows_and_stays_within_the_total(talker, monkeypatch):
-    monkeypatch.setattr(module, "PIECE", 5)
+    monkeypatch.setattr(module, "SLICE", 5)
     seen = []
     evaluate(talker, [Document(TEXT), Document(TEXT)], 12, lambda done, total: seen.append((done, total)))
     done = [d for d, _ in seen]

@@ -26,7 +26,10 @@ def load(model: str, options: dict[str, Any]) -> "Model":
     """Load a model as the loading options ask; what takes long is shown."""
     import deltafin
 
-    chosen = {name: options[name] for name in ("dtype", "threads", "backend", "resident", "experts", "ram")}
+    chosen = {
+        name: options[name]
+        for name in ("dtype", "threads", "backend", "resident", "experts", "ram", "pin", "lookahead")
+    }
     with waiting() as tell:
         return deltafin.load(model, **chosen, progress=tell)
 

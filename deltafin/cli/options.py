@@ -47,6 +47,18 @@ LOADING = [
         help="Kernels to run on: numba, also what auto means so far, or plain torch.",
     ),
     click.option("--ram", metavar="SIZE", help="Memory to stay below, such as 16GB; experts that do not fit are read."),
+    click.option(
+        "--pin",
+        metavar="N",
+        type=click.IntRange(min=0),
+        default=0,
+        help="Never give up the N experts that were the hottest in earlier runs; with --ram.",
+    ),
+    click.option(
+        "--lookahead/--no-lookahead",
+        default=None,
+        help="Read experts before it is certain that they are needed; by default where it is a gain; with --ram.",
+    ),
     *PACKING,
 ]
 

@@ -24,7 +24,7 @@ def account(stats: "Stats", model: "Model") -> str:
         lines.append(experts(stats, measured(model, counted)))
     if stats.generated_tokens > 1 and (parts := by_part(counted, stats.generate_seconds)):
         lines += bar(parts, stats.generated_tokens - 1)
-    return "\n".join(lines)
+    return "\n".join([*lines, *counted.get("notes", ())])
 
 
 def by_part(counted: Mapping[str, Any], total: float) -> dict[str, float]:

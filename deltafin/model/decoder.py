@@ -15,6 +15,9 @@ from deltafin.weights import Weight, specs, weight
 
 State = kda.State | mla.State
 
+SLICE = 512
+"""Tokens that a mixer takes at a time, which bounds the memory of its activations."""
+
 
 @dataclass(frozen=True)
 class Edges:
@@ -73,6 +76,8 @@ class Block:
 
     def mix(self, s: State, x_BTD: Tensor, eps: float, few: bool) -> Tensor:
         """Return what the mixer of tokens adds to the stream, norm first; ``s`` is advanced."""
+        if x_BTD.shape[1] > SLICE:
+            return torch.cat([self.mix(s, part, eps, few) for part in x_BTD.split(SLICE, 1)], 1)
         kind = self.layer.mixer
         whole = self.ops.whole.get(type(kind)) if few else None
         y = whole(kind, self.mixer, s, x_BTD, self.norms.mixer, eps, self.ops) if whole else None
