@@ -4,11 +4,13 @@ A page cache under a model larger than memory only costs: what it keeps is taken
 purpose, and what it reads ahead is not what comes next.
 """
 
+import mmap
 import os
+import sys
+import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from mmap import mmap
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,8 +23,8 @@ PAGE = 4096
 AGAIN = "the file was changed, or its disk fails; fetch or convert the model again where it is whole"
 
 DIRECT = getattr(os, "O_DIRECT", 0)
-F_NOCACHE = 48
-"""What macOS has in place of ``O_DIRECT``."""
+
+_SEEKING = threading.Lock()
 
 
 class Run(NamedTuple):
@@ -79,15 +81,19 @@ class DirectFiles:
     def _open(self, path: Path) -> int:
         flags = os.O_RDONLY | getattr(os, "O_BINARY", 0)
         if DIRECT:
-            with suppress(OSError):  # some file systems refuse it
-                return os.open(path, flags | DIRECT)
+            with suppress(OSError):  # of a file system that refuses it, now or when something is read
+                handle = os.open(path, flags | DIRECT)
+                try:
+                    pread(handle, memoryview(anonymous(PAGE)), 0)
+                    return handle
+                except OSError:
+                    os.close(handle)
         handle = os.open(path, flags)
-        try:
+        if sys.platform == "darwin":
             import fcntl
 
-            fcntl.fcntl(handle, F_NOCACHE if DIRECT == 0 else fcntl.F_GETFD, 1)
-            self.direct = self.direct and DIRECT == 0
-        except (ImportError, OSError):
+            fcntl.fcntl(handle, fcntl.F_NOCACHE, 1)
+        else:
             self.direct = False
         return handle
 
@@ -112,16 +118,20 @@ class DirectFiles:
 
 def pread(handle: int, room: memoryview, start: int) -> int:
     """Read into ``room`` from ``start`` of a file; return how many bytes came."""
-    return os.preadv(handle, [room], start)
+    if hasattr(os, "preadv"):
+        return os.preadv(handle, [room], start)
+    with _SEEKING:  # Windows
+        os.lseek(handle, start, os.SEEK_SET)
+        content = os.read(handle, len(room))
+    room[: len(content)] = content
+    return len(content)
 
 
-def anonymous(size: int) -> mmap:
+def anonymous(size: int) -> mmap.mmap:
     """Return ``size`` bytes of memory, page-aligned, that takes nothing before it is written to."""
-    if hasattr(os, "posix_fadvise") or os.name == "posix":
-        import mmap as module
-
-        return mmap(-1, size, flags=module.MAP_PRIVATE | module.MAP_ANONYMOUS)
-    return mmap(-1, size)
+    if hasattr(mmap, "MAP_ANONYMOUS"):  # shared memory, the default, cannot be given back page by page
+        return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return mmap.mmap(-1, size)
 
 
 def _close(handles: list[int]) -> None:

@@ -2,14 +2,17 @@
 
 import json
 import sys
+from pathlib import Path
 
 import make_synthetic
 import peers
 import pytest
+import tiers
 import torch
 from click.testing import CliRunner
 
 import deltafin
+from deltafin.convert import convert
 
 # Checkpoints
 
@@ -90,3 +93,22 @@ def test_what_is_not_installed_is_left_out():
     assert not peers.has(sys.executable, "no_such_module")
     assert not peers.has("/nowhere/python", "json")
     assert peers.has(sys.executable, "json")
+
+
+# Tiers
+
+
+def test_tiers_are_measured(tmp_path):
+    convert(Path(__file__).parent / "data" / "kimi-k3-tiny", tmp_path / "store")
+
+    def invoke(*arguments):
+        result = CliRunner().invoke(tiers.main, [str(a) for a in arguments])
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    output = invoke("disk", tmp_path / "store", "--tokens", 2, "--rounds", 1, "--seconds", 0.05)
+    assert "of the raw disk" in output
+    assert "512 tokens in" in output
+    assert json.loads(invoke("memory", tmp_path / "store", "--tokens", 4, "--threads", 1)).keys() == {
+        *("mapped_ms", "tiers_ms", "paired"),
+    }

@@ -43,6 +43,15 @@ DATA = Path(__file__).parent / "data"
 PROMPT = [(7 * i * i + i) % 50 for i in range(40)]
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """Heat is not kept in the cache of whoever runs tests."""
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    monkeypatch.setattr(machine, "cache_folder", lambda: folder)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """A snapshot of a small Kimi K3 in three files, whose experts lie in several pieces, and its store."""
@@ -366,6 +375,7 @@ from deltafin import Sampler, Session, machine, slots
 from deltafin.errors import UsageError
 from pathlib import Path
 
+machine.cache_folder = lambda: None
 folder, spare, kind = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 
 def talk(model):
@@ -519,14 +529,6 @@ def test_reading_ahead_is_off_where_no_guess_is_right():
 # Heat -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    folder = tmp_path / "cache"
-    folder.mkdir()
-    monkeypatch.setattr(machine, "cache_folder", lambda: folder)
-    return folder
-
-
 def test_heat_is_remembered_and_the_hottest_can_be_pinned(folders, cache):
     model = deltafin.load(folders["store"], ram="2GB")
     said(model)
@@ -543,7 +545,7 @@ def test_heat_is_remembered_and_the_hottest_can_be_pinned(folders, cache):
         deltafin.load(folders["store"], ram="2GB", pin=1000)
 
 
-def test_nothing_is_pinned_of_what_nothing_is_known(folders, cache):
+def test_nothing_is_pinned_of_what_nothing_is_known(folders):
     model = deltafin.load(folders["store"], ram="2GB", pin=2)
     assert model.stats()["pinned"] == 0
     assert "not known yet" in model.stats()["notes"][0]
@@ -601,20 +603,37 @@ def test_an_expert_of_a_store_is_one_read_and_of_neighbours_too(folders):
 
 
 @pytest.mark.skipif(not direct.DIRECT, reason="this system has no O_DIRECT")
-def test_where_direct_reads_are_refused_it_is_said(folders, monkeypatch):
-    real = os.open
+@pytest.mark.parametrize("when", ["opened", "read"])
+def test_where_direct_reads_are_refused_it_is_said(folders, monkeypatch, when):
+    real, preadv, refused = os.open, os.preadv, set()
 
-    def refuse(path, flags, *more):
-        if flags & direct.DIRECT:
+    def opening(path, flags, *more):
+        if flags & direct.DIRECT and when == "opened":
             raise OSError(errno.EINVAL, "Invalid argument")
-        return real(path, flags, *more)
+        handle = real(path, flags, *more)
+        refused.discard(handle)
+        if flags & direct.DIRECT:
+            refused.add(handle)
+        return handle
 
-    monkeypatch.setattr(os, "open", refuse)
+    def reading(handle, rooms, start):
+        if handle in refused:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return preadv(handle, rooms, start)
+
+    monkeypatch.setattr(os, "open", opening)
+    monkeypatch.setattr(os, "preadv", reading)
     model = tiered(folders["store"])
     assert model.stats()["direct"] is False
     assert "past the page cache" in model.stats()["notes"][0]
     assert model.info()["expert reads"] == "through the page cache"
     assert same(model, deltafin.load(folders["store"]))
+
+
+def test_a_system_without_positioned_reads_seeks(folders, monkeypatch):
+    monkeypatch.setattr(direct, "DIRECT", 0)
+    monkeypatch.delattr(os, "preadv", raising=False)
+    assert same(tiered(folders["store"], 5), deltafin.load(folders["store"]))
 
 
 # Faults ---------------------------------------------------------------------------------------------------------------
@@ -739,7 +758,7 @@ def test_two_models_on_one_store_do_not_know_of_each_other(folders):
 # The command line -----------------------------------------------------------------------------------------------------
 
 
-def test_options_have_an_effect_or_are_refused(folders, cache):
+def test_options_have_an_effect_or_are_refused(folders):
     def invoke(*arguments):
         return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
