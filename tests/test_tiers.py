@@ -560,15 +560,15 @@ def test_a_file_of_heat_that_is_none_is_passed_over(tmp_path, content):
     assert heat.read(tmp_path / "not there") == heat.read(None) == {}
 
 
-def test_heat_that_cannot_be_written_is_no_error(tmp_path):
+def test_heat_that_cannot_be_written_is_no_error(cache):
     policy = AgedFrequency()
-    heat.keep(tmp_path / "heat.json", [policy])
+    heat.keep(cache / "heat.json", [policy])
     policy.touch((1, 2))
-    heat.keep(tmp_path / "not" / "there.json", [policy])
-    assert list(tmp_path.iterdir()) == []
-    heat.keep(tmp_path / "heat.json", [policy])
-    assert heat.read(tmp_path / "heat.json") == {(1, 2): 1.0}
-    assert [path.name for path in tmp_path.iterdir()] == ["heat.json"]
+    heat.keep(cache / "not" / "there.json", [policy])
+    assert list(cache.iterdir()) == []
+    heat.keep(cache / "heat.json", [policy])
+    assert heat.read(cache / "heat.json") == {(1, 2): 1.0}
+    assert [path.name for path in cache.iterdir()] == ["heat.json"]
 
 
 # Reads ----------------------------------------------------------------------------------------------------------------
