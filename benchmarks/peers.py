@@ -69,11 +69,10 @@ def programs(
     """
     deltafin = [sys.executable, "-c", "from deltafin.cli import main; main()", "bench", str(folder)]
     deltafin += ["--json", "--contexts", f"0,{PREFILL}", "--threads", str(threads)]
-    packings = {"deltafin": (), "deltafin int8": ("int8", "int8"), "deltafin int8 + MXFP4": ("int8", "mxfp4")}
-    found = []
-    for name, packing in packings.items() if packed else (("deltafin", ()),):
-        options = ["--resident", packing[0], "--experts", packing[1]] if packing else []
-        found.append(Program(name, deltafin + options, read_deltafin))
+    found = [Program("deltafin", deltafin, read_deltafin)]
+    for name, experts in (("int8", "int8"), ("int8 + MXFP4", "mxfp4")) if packed else ():
+        options = ["--resident", "int8", "--experts", experts]
+        found.append(Program(f"deltafin {name}", deltafin + options, read_deltafin))
     for file in gguf if llama_bench else ():
         command = [str(llama_bench), "-m", str(file), "-p", str(PREFILL), "-n", str(DECODE), "-t", str(threads)]
         found.append(Program(f"llama.cpp {file.stem}", [*command, "-r", "3", "-o", "json"], read_llama))

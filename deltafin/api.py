@@ -121,9 +121,8 @@ def _slots(
     if ram is None and (not sizes or 2 * store.totals["bytes"] < most):
         return most, None
     needs = demand.of_files(store, resident, experts, dtype.itemsize)
-    context = min(placement.CONTEXT, needs.longest or placement.CONTEXT)
     try:
-        slots = slots_within(most, needs, sizes, context)
+        slots = slots_within(most, needs, sizes, needs.context)
     except UsageError:
         if ram is not None:
             raise
@@ -257,13 +256,12 @@ class Model:
         """
         chosen = (self._packed.get(what, "keep") for what in ("resident", "experts"))
         needs = demand.of_files(self._store, *chosen, activation=self.decoder.dtype.itemsize)
-        context = min(placement.CONTEXT, needs.longest or placement.CONTEXT)
         experts = {
             i: {"count": layer.experts, "chosen": layer.chosen, "bytes": self._store.slot_bytes(i)}
             for i, layer in enumerate(needs.layers)
             if layer.experts
         }
-        about = {"model": self.name, "experts": experts, "other_bytes": needs.others(context)}
+        about = {"model": self.name, "experts": experts, "other_bytes": needs.others(needs.context)}
         file = TraceFile(Path(path), about)
         self.watch(on_step=file.write)
         return file

@@ -6,7 +6,6 @@ out. Speeds are tokens or 1e9 bytes a second.
 """
 
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -18,7 +17,7 @@ from torch import Tensor
 from deltafin.config import KDA, MLA, MoE, SiLU, SiTU
 from deltafin.demand import of_decoder
 from deltafin.errors import UsageError
-from deltafin.measure import ARENA, bandwidth, room
+from deltafin.measure import ARENA, bandwidth, median, room
 from deltafin.model.decoder import Decoder, State, forward
 from deltafin.ops import DeltaState, DeltaWeights, Expert, Ops
 from deltafin.placement import RAM, roofline
@@ -56,8 +55,8 @@ class Speed:
     """A model at one context.
 
     ``share`` is ``gbs`` over the bandwidth of reading, and so the measured over the predicted speed of decoding; a
-    model that fits into a cache may exceed 1. ``prefill_tok_s`` is of up to 512 tokens that end at the context; with
-    context 0 there are none.
+    model that fits into a cache may exceed 1. ``prefill_tok_s`` is of up to ``PIECE`` tokens that end at the context;
+    with context 0 there are none.
     """
 
     context: int
@@ -181,7 +180,7 @@ def _reading(decoder: Decoder, state: list[State], count: int, seconds: float) -
         forward(decoder, after, tokens)
         return time.perf_counter() - began
 
-    return count / _median(once, seconds)
+    return count / median(once, seconds)
 
 
 def _decoding(decoder: Decoder, state: list[State], seconds: float) -> float:
@@ -199,18 +198,7 @@ def _decoding(decoder: Decoder, state: list[State], seconds: float) -> float:
             forward(decoder, after, token)
         return (time.perf_counter() - began) / count
 
-    return 1 / _median(once, seconds)
-
-
-def _median(once: Callable[[], float], seconds: float) -> float:
-    """Return the median of what ``once`` answers, called for ``seconds`` but three times at least.
-
-    Where the first call takes longer than that, it is the only one.
-    """
-    taken, began = [once()], time.perf_counter()
-    while taken[0] < seconds and (len(taken) < 3 or time.perf_counter() - began < seconds):
-        taken.append(once())
-    return statistics.median(taken)
+    return 1 / median(once, seconds)
 
 
 # Operations --------------------------------------------------------------------------------------------------------
@@ -382,7 +370,7 @@ def speed(kernel: Callable[..., Any], calls: list[Call], seconds: float) -> floa
         return (time.perf_counter() - began) / call.moved
 
     once()
-    return 1e-9 / _median(once, seconds)
+    return 1e-9 / median(once, seconds)
 
 
 def _linear(shapes: Shapes, outputs: int, inputs: int, form: str, rows: int) -> Case:

@@ -12,10 +12,12 @@ import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from deltafin.errors import CheckpointError
-from deltafin.headers import Entry
+
+if TYPE_CHECKING:  # which brings torch with it
+    from deltafin.headers import Entry
 
 PAGE = 4096
 """Direct reads begin and end on a multiple of this, in the file and in memory."""
@@ -41,7 +43,7 @@ def up(size: int) -> int:
     return -(-size // PAGE) * PAGE
 
 
-def runs(entries: Iterable[Entry]) -> tuple[list[Run], dict[Entry, int]]:
+def runs(entries: "Iterable[Entry]") -> "tuple[list[Run], dict[Entry, int]]":
     """Return the fewest reads that bring some tensors, and where in the slot each of them then begins.
 
     A tensor keeps its place within a page. Tensors that share a page, or lie in pages that follow, are one read.
@@ -74,28 +76,11 @@ class DirectFiles:
         weakref.finalize(self, _close, self._handles)
         for path in paths:
             try:
-                self._handles.append(self._open(path))
+                handle, past = open_direct(path)
             except OSError as error:
                 raise CheckpointError(f"{path} cannot be opened ({error.strerror})", AGAIN) from error
-
-    def _open(self, path: Path) -> int:
-        flags = os.O_RDONLY | getattr(os, "O_BINARY", 0)
-        if DIRECT:
-            with suppress(OSError):  # of a file system that refuses it, now or when something is read
-                handle = os.open(path, flags | DIRECT)
-                try:
-                    pread(handle, memoryview(anonymous(PAGE)), 0)
-                    return handle
-                except OSError:
-                    os.close(handle)
-        handle = os.open(path, flags)
-        if sys.platform == "darwin":
-            import fcntl
-
-            fcntl.fcntl(handle, fcntl.F_NOCACHE, 1)
-        else:
-            self.direct = False
-        return handle
+            self._handles.append(handle)
+            self.direct &= past
 
     def read(self, run: Run, room: memoryview, what: str) -> None:
         """Read one run into ``room``, whole pages; ``what`` names it in the error of a file that is cut or fails."""
@@ -114,6 +99,26 @@ class DirectFiles:
     def _error(self, run: Run, what: str, how: str) -> CheckpointError:
         where = f"bytes {run.start} to {run.start + run.size} are {what}"
         return CheckpointError(f"{self.paths[run.file]} {how}: {where}", AGAIN)
+
+
+def open_direct(path: Path) -> tuple[int, bool]:
+    """Open a file for reads of whole pages; return its handle, and whether these go past the page cache."""
+    flags = os.O_RDONLY | getattr(os, "O_BINARY", 0)
+    if DIRECT:
+        with suppress(OSError):  # of a file system that refuses it, now or when something is read
+            handle = os.open(path, flags | DIRECT)
+            try:
+                pread(handle, memoryview(anonymous(PAGE)), 0)
+                return handle, True
+            except OSError:
+                os.close(handle)
+    handle = os.open(path, flags)
+    if sys.platform != "darwin":
+        return handle, False
+    import fcntl
+
+    fcntl.fcntl(handle, fcntl.F_NOCACHE, 1)
+    return handle, True
 
 
 def pread(handle: int, room: memoryview, start: int) -> int:

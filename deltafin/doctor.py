@@ -225,10 +225,9 @@ def _hub() -> Iterator[Check]:
     from huggingface_hub import get_token
 
     endpoint = os.environ.get("HF_ENDPOINT", "the default")
-    offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
     folder = machine.hub_folder()
     token = "is set" if get_token() else "is not set: gated models cannot be fetched"
-    text = f"{folder}, endpoint {endpoint}{', offline' * offline}, a token {token}"
+    text = f"{folder}, endpoint {endpoint}{', offline' * machine.offline()}, a token {token}"
     if _writable(folder):
         yield Check("hub", "ok", text)
     else:

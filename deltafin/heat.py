@@ -2,11 +2,9 @@
 
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 
 from deltafin import machine
 from deltafin.policy import AgedFrequency, Key
@@ -33,17 +31,7 @@ def keep(path: Path, policies: Iterable[AgedFrequency]) -> None:
     if not heat:
         return
     content = json.dumps([[layer, x, round(value, 6)] for (layer, x), value in heat.items()])
-    with suppress(OSError):
-        with NamedTemporaryFile("w", encoding="utf-8", prefix=".heat-", dir=path.parent, delete=False) as file:
-            written = Path(file.name)
-        try:
-            with written.open("w", encoding="utf-8") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            written.replace(path)
-        finally:
-            written.unlink(missing_ok=True)
+    machine.keep(path, content)
 
 
 def merged(policies: Iterable[AgedFrequency]) -> Mapping[Key, float]:

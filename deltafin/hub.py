@@ -21,7 +21,7 @@ from urllib.parse import quote
 
 import httpx2
 
-from deltafin import __version__, families
+from deltafin import __version__, families, machine
 from deltafin.errors import CheckpointError, HubError
 from deltafin.headers import Entry, header_length, parse_header
 from deltafin.layout import INDEX, NUMBERED, Layout, shards
@@ -75,7 +75,7 @@ class Repository:
     def __init__(self, name: str, revision: str | None = None) -> None:
         from huggingface_hub import get_token
 
-        if os.getenv("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        if machine.offline():
             raise HubError(
                 f"HF_HUB_OFFLINE is set, so {name} is not looked for on the hub",
                 "unset it, or name a model that is here: `deltafin list` shows them",

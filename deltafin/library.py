@@ -11,7 +11,7 @@ from pathlib import Path
 from deltafin import families, machine
 from deltafin.errors import CheckpointError, DeltafinError, StorageError, UsageError
 from deltafin.headers import read_json
-from deltafin.layout import INDEX, shards
+from deltafin.snapshot import listed_files
 from deltafin.store import MODEL, is_store
 
 NAME = re.compile(r"(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[^@\s]+))?", re.ASCII)
@@ -126,13 +126,10 @@ def _snapshots(repository: str, revision: str | None) -> Iterator[Path]:
 def missing(folder: Path) -> list[str]:
     """Return the names of the shards that a snapshot lacks; of one that is wrong in another way, none."""
     try:
-        raw = read_json(folder / "config.json")
-        index = read_json(folder / INDEX) if (folder / INDEX).exists() else None
-        present = {f.relative_to(folder).as_posix() for f in folder.rglob("*.safetensors") if f.exists()}
-        listed = shards(raw, present, index, INDEX)
+        listed, absent = listed_files(folder, read_json(folder / "config.json"))
     except DeltafinError:
         return []  # opening it says what
-    return sorted(set(listed) - present) if listed else ["*.safetensors"]
+    return absent if listed else ["*.safetensors"]
 
 
 @dataclass(frozen=True)

@@ -139,6 +139,25 @@ def cache_folder() -> Path | None:
     return None
 
 
+def keep(path: Path, content: str) -> None:
+    """Write a file in the cache folder, whole or not at all; that this cannot be done is no reason to complain."""
+    with suppress(OSError):
+        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        try:
+            with open(handle, "w", encoding="utf-8") as f:
+                f.write(content)
+                f.flush()
+                os.fsync(f.fileno())
+            os.replace(temporary, path)
+        finally:
+            Path(temporary).unlink(missing_ok=True)
+
+
+def offline() -> bool:
+    """Whether the environment says now that the hub is not to be asked."""
+    return os.getenv("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+
+
 def hub_folder() -> Path:
     """Return the hub's cache, which other tools share; the environment says now where it is."""
     home = os.getenv("HF_HOME") or os.path.join(os.getenv("XDG_CACHE_HOME") or "~/.cache", "huggingface")

@@ -7,29 +7,30 @@ in the cache folder, by machine and by disk, until it is measured again.
 import hashlib
 import importlib
 import json
-import mmap
 import os
 import platform
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 from deltafin import machine, placement
+from deltafin.direct import PAGE, anonymous, open_direct, pread
 from deltafin.errors import UsageError
 
 ARENA = 256 << 20
 """Bytes that a measurement of memory, and a temporary file on a disk, spread over: several times a cache."""
 
-DISK_SECONDS = 5.0
+SECONDS, DISK_SECONDS = 0.5, 5.0
+"""How long products and copies, and reads of a disk, are measured."""
+
 READERS = 8
 """Reads of the disk that are under way at once."""
 
@@ -97,7 +98,8 @@ def products(device: str, threads: int, size: int = 2048) -> float:
             torch.cuda.synchronize()
         return time.perf_counter() - began
 
-    taken = _median(once)
+    once()
+    taken = median(once, SECONDS)
     torch.set_num_threads(before)
     return 2 * x.numel() * size / taken / 1e9
 
@@ -121,7 +123,8 @@ def gpu() -> dict[str, Any] | None:
             torch.cuda.synchronize()
             return time.perf_counter() - began
 
-        return len(source) / _median(once) / 1e9
+        once()
+        return len(source) / median(once, SECONDS) / 1e9
 
     return {
         "gpu": free,
@@ -133,10 +136,13 @@ def gpu() -> dict[str, Any] | None:
     }
 
 
-def _median(once: Callable[[], float], seconds: float = 0.5) -> float:
-    once()
-    taken, end = [once()], time.perf_counter() + seconds
-    while len(taken) < 3 or time.perf_counter() < end:
+def median(once: Callable[[], float], seconds: float) -> float:
+    """Return the median of what ``once`` answers, called for ``seconds`` but three times at least.
+
+    Where the first call takes longer than that, it is the only one.
+    """
+    taken, began = [once()], time.perf_counter()
+    while taken[0] < seconds and (len(taken) < 3 or time.perf_counter() - began < seconds):
         taken.append(once())
     return statistics.median(taken)
 
@@ -169,44 +175,30 @@ def disk(path: Path, piece: int, seconds: float = DISK_SECONDS) -> Disk:
 
 
 def _disk(file: Path, piece: int, seconds: float) -> Disk:
-    unit, flags = mmap.PAGESIZE, os.O_RDONLY | getattr(os, "O_BINARY", 0)
     size = file.stat().st_size
-    piece = max(min(piece, size // 2) // unit * unit, unit)
-    past = flags | getattr(os, "O_DIRECT", 0) if _direct(file) else flags
-    direct = past != flags or sys.platform == "darwin"
+    piece = max(min(piece, size // 2) // PAGE * PAGE, PAGE)
+    handle, direct = open_direct(file)
+    os.close(handle)
     end = time.perf_counter() + seconds
 
     def read(seed: int) -> int:
         """Read until time is over, one piece at least; return how many bytes that were."""
-        place, total = random.Random(seed), 0
-        # An anonymous map begins on a page, as reads past the cache want it.
-        with os.fdopen(os.open(file, past), "rb", buffering=0) as f, closing(mmap.mmap(-1, piece)) as buffer:
-            if sys.platform == "darwin":
-                import fcntl
-
-                fcntl.fcntl(f, fcntl.F_NOCACHE, 1)
+        place, total, room = random.Random(seed), 0, memoryview(anonymous(piece))
+        handle, _ = open_direct(file)
+        try:
             while not total or time.perf_counter() < end:
-                at = place.randrange(max(1, (size - piece) // unit + 1)) * unit
+                at = place.randrange(max(1, (size - piece) // PAGE + 1)) * PAGE
                 if not direct and hasattr(os, "posix_fadvise"):
-                    os.posix_fadvise(f.fileno(), at, piece, os.POSIX_FADV_DONTNEED)
-                f.seek(at)
-                total += f.readinto(buffer)
+                    os.posix_fadvise(handle, at, piece, os.POSIX_FADV_DONTNEED)
+                total += pread(handle, room, at)
+        finally:
+            os.close(handle)
         return total
 
     began = time.perf_counter()
     with ThreadPoolExecutor(READERS) as readers:
         total = sum(readers.map(read, range(READERS)))
     return Disk(total / (time.perf_counter() - began) / 1e9, piece, direct, str(date.today()))
-
-
-def _direct(file: Path) -> bool:
-    """Whether a file can be read past the page cache; not every file system allows it."""
-    page = mmap.PAGESIZE
-    with suppress(OSError, AttributeError), closing(mmap.mmap(-1, page)) as buffer:  # not every system has the flag
-        with os.fdopen(os.open(file, os.O_RDONLY | os.O_DIRECT), "rb", buffering=0) as f:
-            f.readinto(buffer)
-        return True
-    return False
 
 
 # What is kept ------------------------------------------------------------------------------------------------------
@@ -289,10 +281,4 @@ def _read() -> dict[str, Any]:
 def _write(known: dict[str, Any]) -> None:
     """Keep measurements, whole or not at all; where that is not possible, they are made again the next time."""
     if file := kept():
-        with suppress(OSError):
-            handle, temporary = tempfile.mkstemp(prefix=".machine-", dir=file.parent)
-            with os.fdopen(handle, "w", encoding="utf-8") as f:
-                json.dump(known, f, indent=1)
-                f.flush()
-                os.fsync(f.fileno())
-            os.replace(temporary, file)
+        machine.keep(file, json.dumps(known, indent=1))

@@ -7,6 +7,7 @@ What remains stays on the disk. ``docs/performance.md`` derives the speeds.
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -155,8 +156,22 @@ class Demand:
 
     def others(self, context: int) -> int:
         """Bytes of memory for a conversation of ``context`` tokens, without routed experts, and the program's own."""
-        state = sum(self.held(layer, context) for layer in self.layers)
-        return PROCESS + self.buffers + state + self.read + min(self.embed, EMBEDDING)
+        return sum(self.needs(context).values())
+
+    def needs(self, context: int) -> dict[str, int]:
+        """What ``others`` consists of, for people."""
+        return {
+            "the program": PROCESS,
+            "buffers": self.buffers,
+            f"state for {context:,} tokens": sum(self.held(layer, context) for layer in self.layers),
+            "weights that every token reads": self.read,
+            "embedding, as far as it is read": min(self.embed, EMBEDDING),
+        }
+
+    @property
+    def context(self) -> int:
+        """Tokens that a conversation is planned for where nobody says how many."""
+        return min(CONTEXT, self.longest or CONTEXT)
 
     def bytes_per_token(self, context: int) -> int:
         """Bytes that decoding one token after ``context`` others must move, wherever they are.
@@ -395,6 +410,27 @@ def _slots(sizes: list[tuple[int, int]], room: int) -> tuple[int, int]:
         middle = (least + most + 1) // 2
         least, most = (middle, most) if taken(middle) <= room else (least, middle - 1)
     return least, taken(least)
+
+
+def fewest(sizes: Mapping[int, int], chosen: Mapping[int, int], counts: Mapping[int, int]) -> dict[int, int]:
+    """Return how many slots of each size one token needs in a layer; all arguments are by layer."""
+    least = dict.fromkeys(sizes.values(), 0)
+    for layer, size in sizes.items():
+        least[size] = max(least[size], min(chosen[layer], counts[layer]))
+    return least
+
+
+def divided(room: int, sizes: Mapping[int, int], counts: Mapping[int, int], least: Mapping[int, int]) -> dict[int, int]:
+    """Return how many slots there are of each size: those of ``least``, and what fits in ``room`` bytes beside them.
+
+    The room is shared out by the bytes of the experts that are left.
+    """
+    most = Counter[int]()
+    for layer, size in sizes.items():
+        most[size] += counts[layer]
+    wanted = {size: size * (most[size] - least[size]) for size in most}
+    share = min(1.0, room / max(1, sum(wanted.values())))
+    return {size: least[size] + int(wanted[size] * share) // size for size in most}
 
 
 def context_that_fits(demand: Demand, machine: Machine) -> int:

@@ -1,13 +1,14 @@
 """What if: recorded routes, replayed under each replacement policy and the optimal one, for any budget of memory."""
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from deltafin.errors import UsageError
 from deltafin.ops import FEW
+from deltafin.placement import divided, fewest
 from deltafin.policy import AgedFrequency, Key, LeastRecent, Optimal, Policy, replay
 from deltafin.trace import Step
 
@@ -76,18 +77,14 @@ class Layers:
         Each size gets what one token needs in a layer, and of what is left a share by the bytes of its experts.
         Raises ``UsageError`` when memory is too small for that.
         """
-        least, most = self._least(), Counter[int]()
-        for layer, size in self.sizes.items():
-            most[size] += self.counts[layer]
+        least = self._least()
         room = ram - self.others - sum(size * count for size, count in least.items())
         if room < 0:
             raise UsageError(
                 f"{ram / 1e9:.3f} GB of memory are too few for this model",
                 f"the smallest that works is {-(-(ram - room) // 10**6)}MB",
             )
-        wanted = {size: size * (most[size] - least[size]) for size in most}
-        share = min(1.0, room / max(1, sum(wanted.values())))
-        return {size: least[size] + int(wanted[size] * share) // size for size in most}
+        return divided(room, self.sizes, self.counts, least)
 
     def budgets(self) -> list[int]:
         """Return budgets from the smallest to one that holds everything."""
@@ -96,11 +93,7 @@ class Layers:
         return [self.others + smallest, *(self.others + int(total * s) for s in SHARES if total * s > smallest)]
 
     def _least(self) -> dict[int, int]:
-        """Slots of each size that a token needs in one layer."""
-        least = dict.fromkeys(self.sizes.values(), 0)
-        for layer, size in self.sizes.items():
-            least[size] = max(least[size], min(self.chosen[layer], self.counts[layer]))
-        return least
+        return fewest(self.sizes, self.chosen, self.counts)
 
 
 def uses(steps: Iterable[Step], layers: Layers) -> Iterator[Use]:

@@ -11,7 +11,7 @@ import torch
 from deltafin.direct import anonymous
 from deltafin.errors import UsageError
 from deltafin.ops import Expert
-from deltafin.placement import EMBEDDING, PROCESS, Demand
+from deltafin.placement import Demand, divided, fewest
 from deltafin.policy import AgedFrequency, Key
 
 Read = tuple[Expert, int]
@@ -24,18 +24,10 @@ def slots_within(ram: int, demand: Demand, sizes: Mapping[int, int], context: in
     ``sizes`` has the bytes of a slot for each layer with experts. Every size gets what one token needs in a layer, and
     of what is left a share by the bytes of its experts. Raises ``UsageError`` with a table where that does not fit.
     """
-    most, least = Counter[int](), dict.fromkeys(sizes.values(), 0)
-    for layer, size in sizes.items():
-        most[size] += demand.layers[layer].experts
-        least[size] = max(least[size], min(demand.layers[layer].chosen, demand.layers[layer].experts))
-    need = {
-        "the program": PROCESS,
-        "buffers": demand.buffers,
-        f"state for {context:,} tokens": sum(demand.held(layer, context) for layer in demand.layers),
-        "weights that every token reads": demand.read,
-        "embedding, as far as it is read": min(demand.embed, EMBEDDING),
-        "experts that a token chooses in one layer": sum(size * count for size, count in least.items()),
-    }
+    chosen, counts = ({i: getattr(demand.layers[i], what) for i in sizes} for what in ("chosen", "experts"))
+    least = fewest(sizes, chosen, counts)
+    experts = {"experts that a token chooses in one layer": sum(size * count for size, count in least.items())}
+    need = demand.needs(context) | experts
     room = ram - sum(need.values())
     if room < 0:
         rows = "\n".join(f"  {what:<42}{size / 1e9:10.3f} GB" for what, size in need.items())
@@ -43,9 +35,7 @@ def slots_within(ram: int, demand: Demand, sizes: Mapping[int, int], context: in
             f"{ram / 1e9:.3f} GB of memory are too few for this model:\n{rows}",
             f"the smallest that works is {-(-sum(need.values()) // 1_000_000)}MB",
         )
-    wanted = {size: size * (most[size] - least[size]) for size in most}
-    share = min(1.0, room / max(1, sum(wanted.values())))
-    return {size: least[size] + int(wanted[size] * share) // size for size in most}
+    return divided(room, sizes, counts, least)
 
 
 class Pool:

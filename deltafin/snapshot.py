@@ -139,12 +139,17 @@ def open_layout(path: Path) -> Layout:
     return Layout(raw, files, [read_header(Path(file), i) for i, file in enumerate(files)], str(path))
 
 
-def _shards(path: Path, raw: Any) -> list[Path]:
-    """Return the files that hold the model; all that are missing are named at once."""
+def listed_files(path: Path, raw: Any) -> tuple[list[str], list[str]]:
+    """Return the names of the files that hold a snapshot's model, and of those the ones that are not there."""
     index = path / INDEX
     files = {f.relative_to(path).as_posix() for f in path.rglob("*.safetensors") if f.exists()}  # no broken links
     listed = shards(raw, files, read_json(index) if index.exists() else None, str(index))
-    missing = [name for name in listed if name not in files]
+    return listed, [name for name in listed if name not in files]
+
+
+def _shards(path: Path, raw: Any) -> list[Path]:
+    """Return the files that hold the model; all that are missing are named at once."""
+    listed, missing = listed_files(path, raw)
     if missing:
         raise CheckpointError(
             f"{path} lacks {len(missing)} of {len(listed)} files: {', '.join(missing)}", "fetch them again"

@@ -12,9 +12,10 @@ import pytest
 from click.testing import CliRunner
 from conftest import DATA
 
-from deltafin import bench, demand, doctor, machine, measure, placement
+from deltafin import bench, demand, direct, doctor, machine, measure, placement
 from deltafin.cli import main
 from deltafin.cli.plan import line
+from deltafin.direct import DirectFiles
 from deltafin.doctor import Check, checks
 from deltafin.errors import UsageError
 from deltafin.snapshot import Snapshot
@@ -136,7 +137,7 @@ def test_a_disk_is_read_past_the_page_cache(small, opened, tmp_path):
     assert found.gbs > 0
     assert found.piece == 1 << 20
     reads = [flags for name, flags in opened if name == file.name]
-    assert found.direct == measure._direct(file)
+    assert found.direct == DirectFiles([file]).direct
     if found.direct:
         assert len(reads) > measure.READERS
         assert all(flags & os.O_DIRECT for flags in reads)
@@ -144,7 +145,7 @@ def test_a_disk_is_read_past_the_page_cache(small, opened, tmp_path):
 
 def test_where_direct_reads_are_refused_that_is_said(small, opened, tmp_path, monkeypatch):
     (tmp_path / "model.safetensors").write_bytes(bytes(3 << 20))
-    monkeypatch.setattr(measure, "_direct", lambda file: False)
+    monkeypatch.setattr(direct, "DIRECT", 0)
     monkeypatch.setattr(sys, "platform", "linux")
     dropped = []
     if hasattr(os, "posix_fadvise"):

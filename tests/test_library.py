@@ -151,9 +151,7 @@ def test_what_is_no_name_is_looked_for_as_a_folder(name):
 
 
 def test_a_vocabulary_without_tokenizer_json_is_enough():
-    from deltafin.library import EMBEDDED
-
-    cached({file.name: file.read_bytes() for file in EMBEDDED.iterdir() if file.is_file()}, "org/nano")
+    cached({file.name: file.read_bytes() for file in library.EMBEDDED.iterdir() if file.is_file()}, "org/nano")
     model = deltafin.load("org/nano", backend="reference")
     assert not (model.path / "tokenizer.json").exists()
     assert model.tokenizer.decode(model.tokenizer.encode("hello")) == "hello"

@@ -18,7 +18,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import deltafin
-from deltafin import bench, demand, families, measure
+from deltafin import bench, demand, families, library, measure
 from deltafin.cli import main
 from deltafin.convert import convert
 from deltafin.errors import UsageError
@@ -602,9 +602,7 @@ def test_this_machine_is_planned_with_what_was_measured(monkeypatch, tmp_path):
 
     monkeypatch.setattr(measure, "measured", measured)
     content = report("nano", "--measure", "--ram", "2GB")
-    assert asked == [
-        (deltafin.library.EMBEDDED, Snapshot(deltafin.library.EMBEDDED).layout.totals["expert bytes"] // 256, True)
-    ]
+    assert asked == [(library.EMBEDDED, Snapshot(library.EMBEDDED).layout.totals["expert bytes"] // 256, True)]
     assert content["machine"]["gpu"] == 0
     assert content["notes"][0] == "as measured"
     assert any("does not run on one yet" in note for note in content["notes"])

@@ -371,7 +371,7 @@ def test_without_a_budget_what_is_free_decides(folders, monkeypatch, room, expec
 
 SCRIPT = """
 import sys, deltafin
-from deltafin import Sampler, Session, machine, slots
+from deltafin import Sampler, Session, machine, placement
 from deltafin.errors import UsageError
 from pathlib import Path
 
@@ -384,7 +384,7 @@ def talk(model):
     return list(session.generate(Sampler(), 20))
 
 talk(deltafin.load("nano"))  # compiled kernels and libraries are in memory now
-slots.PROCESS = machine.resident() + 10_000_000
+placement.PROCESS = machine.resident() + 10_000_000
 try:
     deltafin.load(folder, ram=1)
 except UsageError as error:

@@ -2,30 +2,23 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import click
 
+from deltafin.cli.options import encodings, shared
 from deltafin.cli.text import columns
 
 
 @click.command()
 @click.argument("source")
 @click.argument("dest", required=False)
-@click.option(
-    "--experts",
-    type=click.Choice(["keep", "mxfp4", "int8", "bf16"]),
-    default="keep",
-    show_default=True,
-    help="Store routed experts as they are, or in this format.",
-)
-@click.option(
-    "--resident",
-    type=click.Choice(["keep", "int8", "bf16"]),
-    default="keep",
-    show_default=True,
-    help="Store what every token uses as it is, or in this format; never the router.",
+@shared(
+    encodings(
+        "Store routed experts as they are, or in this format.",
+        "Store what every token uses as it is, or in this format; never the router.",
+    )
 )
 @click.option("--verify", "check", is_flag=True, help="Read the finished store again; SOURCE alone may be a store.")
 def convert(source: str, dest: str | None, experts: str, resident: str, check: bool) -> None:
@@ -44,13 +37,18 @@ def convert(source: str, dest: str | None, experts: str, resident: str, check: b
         with transfer("converting") as update:
             errors = run(source, dest, experts=experts, resident=resident, progress=update)
         if errors:
-            rows = [("re-encoded", "relative error"), *((kind, f"{error:.2e}") for kind, error in errors.items())]
-            click.echo(columns(rows, right=[1]))
+            click.echo(error_table(errors))
     store = Path(dest or source).expanduser()
     if check:
         with transfer("verifying") as update:
             Store(store, full=True, progress=update)
     click.echo(f"{store} is {'whole' if check else 'ready'}", err=True)
+
+
+def error_table(errors: Mapping[str, float]) -> str:
+    """Write what re-encoding has cost, by kind of tensor."""
+    rows = [("re-encoded", "relative error"), *((kind, f"{error:.2e}") for kind, error in errors.items())]
+    return columns(rows, right=[1])
 
 
 @contextlib.contextmanager

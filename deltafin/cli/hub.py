@@ -7,6 +7,8 @@ from pathlib import Path
 
 import click
 
+from deltafin.cli.convert import error_table
+from deltafin.cli.options import encodings, shared
 from deltafin.cli.text import columns, plain
 from deltafin.errors import UsageError
 
@@ -16,20 +18,7 @@ from deltafin.errors import UsageError
 @click.argument("dest", required=False, type=click.Path(path_type=Path))
 @click.option("--revision", metavar="R", help="Branch, tag or commit; by default the main branch.")
 @click.option("--convert", is_flag=True, help="Make a store, shard by shard, and keep no shard.")
-@click.option(
-    "--experts",
-    type=click.Choice(["keep", "mxfp4", "int8", "bf16"]),
-    default="keep",
-    show_default=True,
-    help="With --convert, as there.",
-)
-@click.option(
-    "--resident",
-    type=click.Choice(["keep", "int8", "bf16"]),
-    default="keep",
-    show_default=True,
-    help="With --convert, as there.",
-)
+@shared(encodings("With --convert, as there.", "With --convert, as there."))
 def pull(repo: str, dest: Path | None, revision: str | None, convert: bool, experts: str, resident: str) -> None:
     """Fetch the model REPO (org/name) from the Hugging Face hub.
 
@@ -52,8 +41,7 @@ def pull(repo: str, dest: Path | None, revision: str | None, convert: bool, expe
         else:
             path = pull(repo, dest, revision=revision, progress=progress)
     if errors:
-        rows = [("re-encoded", "relative error"), *((kind, f"{error:.2e}") for kind, error in errors.items())]
-        click.echo(columns(rows, right=[1]), err=True)
+        click.echo(error_table(errors), err=True)
     click.echo(path)
 
 

@@ -62,6 +62,22 @@ LOADING = [
     *PACKING,
 ]
 
+
+def encodings(experts: str, resident: str) -> list[Any]:
+    """Return the options that say what a store's weights are written as, with their help."""
+    formats = ["keep", "mxfp4", "int8", "bf16"]
+    return [
+        click.option("--experts", type=click.Choice(formats), default="keep", show_default=True, help=experts),
+        click.option(
+            "--resident",
+            type=click.Choice([name for name in formats if name != "mxfp4"]),
+            default="keep",
+            show_default=True,
+            help=resident,
+        ),
+    ]
+
+
 SAMPLING = [
     click.option(
         "--temperature",

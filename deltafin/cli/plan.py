@@ -104,7 +104,7 @@ def plan(
     if budgets.get("gpu") and not machine.gpu_gbs:
         raise UsageError("there is no GPU to plan with", "--machine takes a file that describes one")
     machine = replace(machine, **budgets)
-    context = context or min(PROMPTS[-1], demand.longest or PROMPTS[-1])
+    context = context or demand.context
     placed = placement.plan(demand, machine, context)
     changes = list(alternatives(placed, read, resident, experts))
     if as_json:
