@@ -1,6 +1,7 @@
 """Fixtures that every test may use: models, opened once a worker."""
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,6 +40,14 @@ def unpinned() -> Iterator[None]:
     torch.set_num_threads(1)
     if cores:
         os.sched_setaffinity(0, cores)
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C is ignored where a shell runs the tests in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session")

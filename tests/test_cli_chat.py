@@ -365,14 +365,6 @@ def test_ctrl_c_at_the_prompt_leaves_only_twice_in_a_row(capsys):
     assert talk(FakeModel("yes"), interrupt, interrupt, "hi", terminal=True).conversation.asked == []
 
 
-@pytest.fixture
-def interruptible():
-    """Ctrl-C is ignored where a shell runs the tests in the background."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_in_a_pipe_ends_at_once():
     with pytest.raises(KeyboardInterrupt):

@@ -721,6 +721,7 @@ def test_short_reads_are_continued(tmp_path, monkeypatch):
         DirectFiles([tmp_path / "nowhere"])
 
 
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.skipif(os.name != "posix", reason="signals of other systems are others")
 def test_an_interruption_in_the_middle_of_a_read_leaves_all_in_order(folders, monkeypatch):
     model, whole = tiered(folders["store"], 4, readers=2), deltafin.load(folders["store"])
