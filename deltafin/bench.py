@@ -313,6 +313,10 @@ def cases() -> Iterator[Case]:
         for rows in (1, 2, 5):
             yield _linear(KIMI_K3, 7168, 12288, form, rows)
         yield _linear(KIMI_LINEAR, 4096, 2304, form, 1)
+        if form != "bf16":
+            for rows in (1, 5):
+                yield _in_bfloat16(_linear(KIMI_K3, 7168, 12288, form, rows))
+            yield _in_bfloat16(_linear(KIMI_LINEAR, 4096, 2304, form, 1))
     yield _linear(NANO, 4096, 256, "bf16", 1)
     yield _linears(KIMI_K3, (1536, 576, 12288), 1)
     for rows in (1, 5):
@@ -323,16 +327,21 @@ def cases() -> Iterator[Case]:
         for rows in (1, 2, 5) if form == "MXFP4" else (1,):
             yield _experts(KIMI_LINEAR.name, KIMI_LINEAR.moe, 2304, form, rows)
         yield _experts("small", SMALL, 1024, form, 1)
+    yield _in_bfloat16(_experts(KIMI_K3.name, KIMI_K3.moe, 3584, "MXFP4", 1))
+    yield _in_bfloat16(_experts(KIMI_LINEAR.name, KIMI_LINEAR.moe, 2304, "MXFP4", 1))
     yield _experts(NANO.name, NANO.moe, 128, "MXFP4", 1)
     for shapes, tokens in ((KIMI_K3, (1, 2, 5)), (KIMI_LINEAR, (1, 5)), (NANO, (1,))):
         for rows in tokens:
             yield _delta_net(shapes, rows)
     for shapes in (KIMI_K3, KIMI_LINEAR, NANO):
         for positions in (1 << 10, 1 << 15):
-            yield _attention(shapes, positions)
+            yield _attention(shapes, positions, torch.float32)
+            yield _in_bfloat16(_attention(shapes, positions, torch.bfloat16))
     for form in (form for form in FORMS if form != "MXFP4"):
         yield _gated(KIMI_K3, form, 1)
         yield _gated(KIMI_LINEAR, form, 1)
+    yield _in_bfloat16(_gated(KIMI_K3, "int8", 1))
+    yield _in_bfloat16(_gated(KIMI_LINEAR, "int8", 1))
     yield _gated(KIMI_LINEAR, "bf16", 5)
     yield _gated(NANO, "bf16", 1)
 
@@ -371,6 +380,16 @@ def speed(kernel: Callable[..., Any], calls: list[Call], seconds: float) -> floa
 
     once()
     return 1e-9 / median(once, seconds)
+
+
+def _in_bfloat16(case: Case) -> Case:
+    """The same with activations in bfloat16."""
+
+    def call(arena: Arena) -> Call:
+        arguments, moved = case.call(arena)
+        return Call((arguments[0].bfloat16(), *arguments[1:]), moved)
+
+    return replace(case, weights=f"{case.weights}, bf16 x", call=call)
 
 
 def _linear(shapes: Shapes, outputs: int, inputs: int, form: str, rows: int) -> Case:
@@ -432,11 +451,12 @@ def _delta_net(shapes: Shapes, rows: int) -> Case:
     return Case("delta_net", f"{shapes.name} {c.heads} heads, {c.value_dim} x {c.key_dim}", "float32", rows, call)
 
 
-def _attention(shapes: Shapes, positions: int) -> Case:
+def _attention(shapes: Shapes, positions: int, dtype: torch.dtype) -> Case:
+    """Over a cache in ``dtype``."""
     c = shapes.mla
 
     def call(arena: Arena) -> Call:
-        cache = arena.tensor(1, positions, c.latent_rank), arena.tensor(1, positions, c.shared_dim)
+        cache = tuple(arena.tensor(1, positions, width, dtype=dtype) for width in (c.latent_rank, c.shared_dim))
         up = arena.weight("bf16", c.heads * (c.plain_dim + c.value_dim), c.latent_rank)
         q_BTHC = torch.randn(1, 1, c.heads, c.plain_dim + c.shared_dim)
         return Call((q_BTHC, *cache, up, c.value_dim), size(cache) + size(up))

@@ -281,7 +281,7 @@ class TieredExperts:
         that one call makes.
         """
         place = {x: i for i, x in enumerate(used)}
-        x, parts = x_NM.float(), torch.empty(len(used), x_NM.shape[1])
+        parts = torch.empty(len(used), x_NM.shape[1])
         late = set(missing)
         ready, rest = [x for x in used if x not in late], missing
         while ready or rest:
@@ -294,8 +294,9 @@ class TieredExperts:
             now, ready = ready[:HELD], ready[HELD:]
             at, ids = torch.tensor([place[x] for x in now]), torch.tensor(now).unsqueeze(1)
             shares = weight_NE[0, at].unsqueeze(1)
-            parts[at] = ops.experts(x.expand(len(now), -1), ids, shares, self.held.__getitem__, activation)
-        y = torch.zeros_like(x)
+            x, get = x_NM.expand(len(now), -1), self.held.__getitem__
+            parts[at] = ops.experts(x, ids, shares, get, activation, torch.float32)
+        y = torch.zeros(x_NM.shape)
         for part in parts:
             y += part
         return y.to(x_NM.dtype)

@@ -27,7 +27,7 @@ from torch import Tensor
 import deltafin
 from deltafin import Session, machine, ops, verify
 from deltafin.config import SiLU, SiTU
-from deltafin.cpu_kernels import OPS, compiling, many, threads, vector, warm
+from deltafin.cpu_kernels import OPS, compiling, many, stored, threads, tiles, vector, warm
 from deltafin.errors import NumericsError
 from deltafin.model.decoder import forward
 from deltafin.ops import REFERENCE, DeltaState, DeltaWeights, Expert
@@ -277,6 +277,111 @@ def test_two_threads_give_the_bits_of_one(op, seed, monkeypatch):
             assert same(results(op, arguments, 1), want)
 
 
+# Activations in bfloat16 --------------------------------------------------------------------------------------------
+
+
+def in_tiles(s: Sizes, rows: int) -> tuple[Any, ...]:
+    """A call of ``attention`` of the widths and in the type that tiles take."""
+    heads, rank, common = s.choose(1, 40), 64 * s.choose(1, 3), 32 * s.choose(1, 2)
+    plain, value, seen = s.choose(1, 20), s.choose(1, 20), rows + s.choose(0, 1500)
+    up = PACK[("float32", "bfloat16", "int8")[s.choose(0, 2)]](s.normal(heads * (plain + value), rank) / 4)
+    latent, shared = (s.normal(1, seen, width).bfloat16() for width in (rank, common))
+    return s.normal(1, rows, heads, plain + common).bfloat16(), latent, shared, up, value
+
+
+HALVES = ("linear", "linears", "gated", "experts", "attention")
+"""Operations that take shorter ways with activations in bfloat16."""
+
+
+def halved(op: str, seed: int, rows: int, scale: int = 1) -> tuple[Any, ...]:
+    """A call with activations in bfloat16."""
+    if op == "attention":
+        chance = np.random.default_rng(seed)
+        return in_tiles(Sizes(seed, lambda low, high: int(chance.integers(low, high + 1))), rows)
+    first, *rest = fixed(op, seed, rows, scale)
+    return first.bfloat16(), *rest
+
+
+def wide_result(op: str, arguments: tuple[Any, ...], dtype: torch.dtype) -> verify.Result:
+    """What the reference says to the same activations in a wider type."""
+    inputs = 3 if op == "attention" else 1
+    widened = [a.to(dtype) for a in arguments[:inputs]]
+    return verify.result(getattr(REFERENCE, op), widened + [verify._cast(a, dtype) for a in arguments[inputs:]], ())
+
+
+@pytest.mark.parametrize("op", HALVES)
+@pytest.mark.parametrize("seed", range(12))
+def test_in_bfloat16_neither_rows_nor_threads_change_a_bit(op, seed, monkeypatch):
+    monkeypatch.setattr(sys.modules["deltafin.cpu_kernels.attention"], "PARALLEL", 0)
+    arguments = halved(op, seed, 5, scale=10)
+    with on(1):
+        want = results(op, arguments, 5)
+        assert all(same(results(op, arguments, count), want) for count in (1, 2))
+    if numba.config.NUMBA_NUM_THREADS > 1:  # type: ignore[attr-defined]
+        with on(2):
+            assert all(same(results(op, arguments, count), want) for count in (1, 5))
+
+
+@pytest.mark.parametrize("op", HALVES)
+@pytest.mark.parametrize("seed", range(12))
+def test_in_bfloat16_operations_are_as_good_as_their_results_are_stored(op, seed):
+    arguments = halved(op, seed, 5, scale=10)
+    want = wide_result(op, arguments, torch.float64)
+    bound = 2**-6 if op == "attention" else 2**-8  # its queries and weights are rounded too
+    assert verify.compare(results(op, arguments, 5), want)[1] < bound
+
+
+def coarse_errors(columns: int) -> list[float]:
+    """How far products with coarse inputs are off: over the largest input and the sum of a row's magnitudes."""
+    linear = sys.modules["deltafin.cpu_kernels.linear"]
+    s, errors = Sizes(columns, lambda low, high: high), []
+    x = torch.cat([s.normal(4, columns), s.normal(1, columns).sign()])
+    for pack in (pack_int8, pack_mxfp4):
+        weight = pack(torch.cat([s.normal(9, columns), s.normal(1, columns).sign(), torch.ones(1, columns)]))
+        y = torch.from_numpy(linear._product(x.numpy(), True, (stored.described(weight),), 11))
+        exact = weight.unpack(torch.float64)
+        most = x.abs().amax(1, keepdim=True) * exact.abs().sum(1)
+        errors.append(float(((y - x.double() @ exact.T) / most).abs().max()))
+    return errors
+
+
+@pytest.mark.parametrize("columns", [32, 96, 128, 640, 1024, 2304, 8192, 12288, 32768])
+def test_coarse_inputs_are_rounded_to_2_to_the_minus_14_of_the_largest(columns):
+    assert max(coarse_errors(columns)) < 2**-14
+
+
+@given(st.integers(0, 2**31), st.sampled_from((torch.nan, torch.inf, -torch.inf)), st.sampled_from(HALVES))
+def test_in_bfloat16_what_is_not_finite_never_becomes_a_plausible_number(seed, value, op):
+    arguments = list(halved(op, seed % 64, 3))
+    which = seed % (3 if op == "attention" else 1)
+    arguments[which] = arguments[which].clone()
+    arguments[which].view(-1)[seed % arguments[which].numel()] = value
+    got = results(op, tuple(arguments), 3)
+    want = wide_result(op, tuple(arguments), torch.float32)
+    for g, w in zip(got, want, strict=True):
+        assert not torch.isfinite(g)[~torch.isfinite(w)].any()
+
+
+@given(st.integers(0, 2**31), st.integers(1, 5))
+def test_tiles_do_not_see_what_lies_behind_the_cache(seed, rows):
+    q, latent, shared, up, value = halved("attention", seed, rows)
+    views = [torch.cat([c, torch.full_like(c, torch.nan)], 1)[:, : c.shape[1]] for c in (latent, shared)]
+    want = OPS.attention(q, latent, shared, up, value)
+    assert same((OPS.attention(q, *views, up, value),), (want,))
+    assert torch.isfinite(want).all()
+
+
+@pytest.mark.skipif(not tiles.allowed(), reason="this processor, or this system, has no tiles")
+def test_tiles_say_what_vectors_say(monkeypatch):
+    for seed in range(6):
+        arguments = halved("attention", seed, 5)
+        by_tiles = OPS.attention(*arguments)
+        with monkeypatch.context() as patch:
+            patch.setattr(tiles, "allowed", lambda: False)
+            by_vectors = OPS.attention(*arguments)
+        assert 0 < verify.compare((by_tiles,), (by_vectors,))[1] < 2**-6
+
+
 # Garbage ------------------------------------------------------------------------------------------------------------
 
 
@@ -377,7 +482,12 @@ def decoded(decoder, counts=(1,), ids=IDS):
     return torch.cat(out, 1), *(t for s in state for t in s.tensors().values())
 
 
-HOW = {"as stored": {}, "int8": {"resident": "int8", "experts": "int8"}, "in bfloat16": {"dtype": "bfloat16"}}
+HOW = {
+    "as stored": {},
+    "int8": {"resident": "int8", "experts": "int8"},
+    "in bfloat16": {"dtype": "bfloat16"},
+    "int8 in bfloat16": {"dtype": "bfloat16", "resident": "int8", "experts": "int8"},
+}
 
 
 @pytest.mark.parametrize("packing", HOW.values(), ids=HOW)
@@ -535,10 +645,13 @@ def test_nothing_is_left_to_compile_when_a_model_runs(folder):
 
 FORM = """
 import json, sys
+from test_kernels import coarse_errors
 from deltafin import ops, verify
 from deltafin.cpu_kernels import OPS, vector
 rows = [verify.check(op, "numba, float32", getattr(OPS, op)) for op in sys.argv[1:]]
-print(json.dumps([vector.FORM, [str(row) for row in rows if not row.ok]]))
+wrong = [str(row) for row in rows if not row.ok]
+wrong += [columns for columns in (96, 128, 896, 8192) if max(coarse_errors(columns)) >= 2**-14]
+print(json.dumps([vector.FORM, wrong]))
 """
 GENERIC = {"NUMBA_CPU_NAME": "generic"}
 FORMS = {
@@ -561,7 +674,8 @@ NEEDS = {"SSSE3": {"ssse3"}, "AVX2": {"avx2", "fma"}, "AVX-512 VNNI": {"avx512bw
 def test_every_form_for_other_processors_stays_within_its_bounds(form, rows):
     if missing := NEEDS.get(form, set()) - compiling.FEATURES:
         pytest.skip(f"this processor lacks {', '.join(sorted(missing))}")
-    assert json.loads(python(FORM, *rows, **FORMS[form])) == [form, []]
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
+    assert json.loads(python(FORM, *rows, PYTHONPATH=path, **FORMS[form])) == [form, []]
 
 
 def test_this_processors_form_is_the_best_that_it_can_run():

@@ -3,6 +3,9 @@
 The query moves into the latent space, the cache is read once as it is, and the values' projection comes last.
 Positions are taken in chunks, chunks in spans; a span has a running softmax of its own, and spans are merged in order.
 Where spans begin depends on the row's context alone, so neither other rows nor threads change a bit.
+
+Queries and a cache in bfloat16 are multiplied by the processor's tiles where it has them (``tiles``); else, and in
+float32, by vectors of float32.
 """
 
 import numpy as np
@@ -10,6 +13,7 @@ import torch
 from numba import prange
 from torch import Tensor
 
+from deltafin.cpu_kernels import tiles
 from deltafin.cpu_kernels import vector as v
 from deltafin.cpu_kernels.compiling import kernel
 from deltafin.cpu_kernels.linear import block, prepare
@@ -28,13 +32,14 @@ from deltafin.cpu_kernels.stored import (
     as_array,
     as_tensor,
     described,
+    is_coarse,
     table_of,
 )
 from deltafin.cpu_kernels.threads import threads
 from deltafin.ops import FEW, reference
 from deltafin.quant import MXFP4
 
-CHUNK = 64
+CHUNK = tiles.POSITIONS
 """Positions whose scores are made at a time: their latents fit the second-level cache."""
 
 LEAST, MOST = 4, 32
@@ -165,14 +170,97 @@ def _span(kind, q, latent, latent_stride, shared, shared_stride, rank, common, f
 
 
 @kernel()
-def _tasks(cache, lengths, tokens, q, largest, mass, acc, t, nt):
+def _rounded(x):
+    """The bits of the nearest bfloat16, the even one on a tie."""
+    bits = v.as_u32(x)
+    if x != x:
+        return np.uint32(0x7FC0)
+    return (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
+
+
+@kernel()
+def _pack(h, absorbed, queries):
+    """Head h's absorbed queries of all rows as ``tiles.scores`` reads them: pairs of bfloat16."""
+    for n in range(len(absorbed)):
+        q, out = absorbed[n, h], queries[n, h // tiles.WIDTH]
+        for i in range(len(out)):
+            out[i, h % tiles.WIDTH] = _rounded(q[2 * i]) | _rounded(q[2 * i + 1]) << np.uint32(16)
+
+
+@kernel()
+def _softmax(p, count, top, largest, mass, acc):
+    """Scores of one chunk [CHUNK, WIDTH] become weights, with a running softmax; those from ``count`` on are none."""
+    heads = p.shape[1]
+    for h in range(heads):
+        top[h] = largest[h]
+    for s in range(count):
+        for h in range(heads):
+            top[h] = max(top[h], p[s, h])
+    for h in range(heads):
+        shrink = exp(largest[h] - top[h]) if largest[h] > -np.inf else np.float32(0)
+        mass[h] *= shrink
+        largest[h] = top[h]
+        if shrink != 1:
+            for i in range(acc.shape[1]):
+                acc[h, i] *= shrink
+    for s in range(count):
+        for h in range(heads):
+            p[s, h] = exp(p[s, h] - top[h])
+    for s in range(count):
+        for h in range(heads):
+            mass[h] += p[s, h]
+    p[count:] = 0
+
+
+@kernel()
+def _tile_span(q, latent, latent_stride, shared, shared_stride, rank, common, first, last, largest, mass, acc):
+    """``_span`` of bfloat16 by tiles, from groups of WIDTH heads: ``q`` uint32 [groups, (rank + common) / 2, WIDTH]."""
+    acc[:] = 0
+    largest[:] = -np.inf
+    mass[:] = 0
+    own, common_size, pairs = 2 * CHUNK * rank, 2 * CHUNK * common, 2 * CHUNK * rank
+    room = np.empty(own + common_size + pairs + 6 * CHUNK * tiles.WIDTH + HEAD, np.uint8)
+    room = room[-room.ctypes.data & (HEAD - 1) :]  # tiles that cross cache lines take double
+    own_address = np.int64(room.ctypes.data)
+    common_address = own_address + own
+    pair_address = common_address + common_size
+    p = room[own + common_size + pairs :][: 4 * CHUNK * tiles.WIDTH].view(np.float32).reshape(CHUNK, tiles.WIDTH)
+    p_address = pair_address + pairs
+    turned = p_address + 4 * CHUNK * tiles.WIDTH
+    top = np.empty(tiles.WIDTH, np.float32)
+    tiles.begin()
+    for start in range(first, last, CHUNK):
+        count = min(CHUNK, last - start)
+        c, c_stride = latent + start * latent_stride, latent_stride
+        s, s_stride = shared + start * shared_stride, shared_stride
+        for line in range(0, CHUNK * latent_stride, 64):  # of the next chunk, or what follows the last
+            v.ask(latent + (start + CHUNK) * latent_stride + line)
+        if count < CHUNK:  # what lies behind the last position may hold anything, and need not be ours
+            room[: own + common_size] = 0
+            for i in range(count):
+                v.copy(c + i * c_stride, own_address + 2 * i * rank, 2 * rank)
+                v.copy(s + i * s_stride, common_address + 2 * i * common, 2 * common)
+            c, c_stride, s, s_stride = own_address, 2 * rank, common_address, 2 * common
+        tiles.pair(c, c_stride, pair_address, rank)
+        for g in range(len(q)):
+            heads = slice(g * tiles.WIDTH, (g + 1) * tiles.WIDTH)
+            tiles.scores(c, c_stride, s, s_stride, q[g].ctypes.data, rank, common, p_address)
+            _softmax(p, count, top, largest[heads], mass[heads], acc[heads])
+            tiles.turn(p_address, turned)
+            tiles.weighted(turned, pair_address, acc[heads].ctypes.data, rank)
+    tiles.end()
+
+
+@kernel()
+def _tasks(cache, lengths, tokens, q, queries, largest, mass, acc, t, nt):
     """Thread t's share of all (row, span), or of all (row, span, tile of heads) where there are few spans."""
     kind, latent, latent_batch, latent_stride, shared, shared_batch, shared_stride, rank, common = cache
     work = 0
     for n in range(len(lengths)):
         work += spans_of(lengths[n])
-    tiles = 1 if work >= 2 * nt else q.shape[1] // TILE
-    width, work = q.shape[1] // tiles, work * tiles
+    in_tiles = queries.shape[1] > 0
+    parts = 1 if work >= 2 * nt else queries.shape[1] if in_tiles else q.shape[1] // TILE
+    width, work = q.shape[1] // parts, work * parts
     begin, end, at = work * t // nt, work * (t + 1) // nt, 0
     for n in range(len(lengths)):
         spans = spans_of(lengths[n])
@@ -181,19 +269,24 @@ def _tasks(cache, lengths, tokens, q, largest, mass, acc, t, nt):
         for span in range(spans):
             first = chunks * span // spans * CHUNK
             last = min(chunks * (span + 1) // spans * CHUNK, lengths[n])
-            for tile in range(tiles):
+            for part in range(parts):
                 if begin <= at < end:
-                    heads = slice(tile * width, (tile + 1) * width)
-                    _span(
-                        *(kind, q[n, heads], latent + b * latent_batch, latent_stride),
-                        *(shared + b * shared_batch, shared_stride, rank, common, first, last),
-                        *(largest[n, span, heads], mass[n, span, heads], acc[n, span, heads]),
+                    heads = slice(part * width, (part + 1) * width)
+                    where = (
+                        *(latent + b * latent_batch, latent_stride, shared + b * shared_batch, shared_stride),
+                        *(rank, common, first, last),
                     )
+                    out = (largest[n, span, heads], mass[n, span, heads], acc[n, span, heads])
+                    if tiles.KNOWN and in_tiles:
+                        groups = slice(heads.start // tiles.WIDTH, heads.stop // tiles.WIDTH)
+                        _tile_span(queries[n, groups], *where, *out)
+                    else:
+                        _span(kind, q[n, heads], *where, *out)
                 at += 1
 
 
 @kernel()
-def _finish(h, up, plain, value, lengths, largest, mass, acc, prepared, out):
+def _finish(h, up, plain, value, lengths, largest, mass, acc, coarse, prepared, out):
     """Merge head h's spans and make its values, for all rows."""
     rank = acc.shape[3]
     for n in range(len(lengths)):
@@ -214,7 +307,7 @@ def _finish(h, up, plain, value, lengths, largest, mass, acc, prepared, out):
                 for i in range(rank):
                     y[i] += share * other[i]
         if up[KIND] == INT8:
-            prepare(True, False, y, prepared[h])
+            prepare(True, False, coarse, y, prepared[h])
         for i in range(0, value, v.BLOCK):
             first, count = h * (plain + value) + plain + i, min(v.BLOCK, value - i)
             place = out.ctypes.data + 4 * ((n * out.shape[1] + h) * value + i)
@@ -224,19 +317,23 @@ def _finish(h, up, plain, value, lengths, largest, mass, acc, prepared, out):
 
 
 @kernel(parallel=True)
-def few_queries(up, plain, value, q, cache, lengths, tokens, absorbed, largest, mass, acc, prepared, out, nt):
-    """All heads of all rows."""
+def few_queries(
+    up, plain, value, q, coarse, cache, lengths, tokens, absorbed, queries, largest, mass, acc, prepared, out, nt
+):
+    """All heads of all rows; ``queries`` uint32 [rows, groups, (rank + common) / 2, WIDTH] has groups to use tiles."""
     heads = q.shape[1]
     for stage in range(3):
         for t in prange(nt):
             if stage == 0:
                 for h in range(heads * t // nt, heads * (t + 1) // nt):
                     _absorb(h, up, plain, value, q, acc.shape[3], absorbed)
+                    if queries.shape[1]:
+                        _pack(h, absorbed, queries)
             elif stage == 1:
-                _tasks(cache, lengths, tokens, absorbed, largest, mass, acc, t, nt)
+                _tasks(cache, lengths, tokens, absorbed, queries, largest, mass, acc, t, nt)
             else:
                 for h in range(heads * t // nt, heads * (t + 1) // nt):
-                    _finish(h, up, plain, value, lengths, largest, mass, acc, prepared, out)
+                    _finish(h, up, plain, value, lengths, largest, mass, acc, coarse, prepared, out)
 
 
 def attention(q_BTHC: Tensor, latent_BSR: Tensor, shared_BSJ: Tensor, up: Stored, value_dim: int) -> Tensor:
@@ -257,17 +354,22 @@ def attention(q_BTHC: Tensor, latent_BSR: Tensor, shared_BSJ: Tensor, up: Stored
     )
     seen, rows = latent_BSR.shape[1], batch * tokens
     lengths = np.array([seen - tokens + t + 1 for t in range(tokens)] * batch)
-    spans, padded = spans_of(seen), -(-heads // TILE) * TILE
+    halves = q_BTHC.dtype == latent_BSR.dtype == torch.bfloat16
+    in_tiles = halves and rank % tiles.RANK == 0 and common % tiles.COMMON == 0 and tiles.allowed()
+    tile = tiles.WIDTH if in_tiles else TILE
+    spans, groups = spans_of(seen), -(-heads // tile)
+    padded = groups * tile
     q = as_array(q_BTHC).reshape(rows, heads, channels)
     absorbed = np.zeros((rows, padded, rank + common), np.float32)
     largest, mass = np.empty((2, rows, spans, padded), np.float32)
-    acc = np.empty((rows, spans, padded, rank), np.float32)
+    queries = torch.zeros(rows, groups if in_tiles else 0, (rank + common) // 2, tile, dtype=torch.int32)
+    acc = torch.empty(rows, spans, padded, rank).numpy()  # torch's memory begins at a whole cache line
     prepared = np.empty((heads, HEAD + 8 * rank), np.uint8)
     out = np.empty((rows, heads, value_dim), np.float32)
     about = table_of((row,))[0]
     few_queries(
-        *(about, channels - common, value_dim, q, cache, lengths, tokens),
-        *(absorbed, largest, mass, acc, prepared, out),
+        *(about, channels - common, value_dim, q, is_coarse(q_BTHC), cache, lengths, tokens),
+        *(absorbed, queries.numpy().view(np.uint32), largest, mass, acc, prepared, out),
         threads() if size * seen * rank > PARALLEL else 1,
     )
     return as_tensor(out, q_BTHC)

@@ -25,6 +25,7 @@ from deltafin.cpu_kernels.stored import (
     as_tensor,
     described,
     few,
+    is_coarse,
     scratch,
     table_of,
 )
@@ -55,7 +56,7 @@ def _up(table, start, row, x, prepared, gate, up, t, nt):
 
 
 @kernel()
-def _activate(gate, up, limits, needs_int8, needs_mx, prepared, p):
+def _activate(gate, up, limits, needs_int8, needs_mx, coarse, prepared, p):
     """Activate pair p in place of its gate, and prepare it for the down products."""
     g, u = gate[p], up[p]
     if limits[0] > 0:
@@ -66,7 +67,7 @@ def _activate(gate, up, limits, needs_int8, needs_mx, prepared, p):
         for i in range(len(g)):
             g[i] = g[i] * mathematics.sigmoid(g[i]) * u[i]
     if needs_int8 or needs_mx:
-        prepare(needs_int8, needs_mx, g, prepared[p, aligned(prepared) :])
+        prepare(needs_int8, needs_mx, coarse, g, prepared[p, aligned(prepared) :])
 
 
 @kernel()
@@ -89,12 +90,12 @@ def _down(table, start, row, share, h, prepared, y, t, nt):
 
 
 @kernel(parallel=True)
-def few_experts(table, start, row, share, limits, x, x_prepared, h, up, h_prepared, y, nt):
+def few_experts(table, start, row, share, limits, x, coarse, x_prepared, h, up, h_prepared, y, nt):
     """All chosen experts for all rows of x."""
     needs_int8, needs_mx = kinds(table)  # of the first products and the second alike
     if needs_int8 or needs_mx:
         for n in range(len(x)):
-            prepare(needs_int8, needs_mx, x[n], x_prepared[n, aligned(x_prepared) :])
+            prepare(needs_int8, needs_mx, coarse, x[n], x_prepared[n, aligned(x_prepared) :])
     if table[0, STRIDE] * h.size < PARALLEL:
         nt = 1
     pairs = len(row)
@@ -104,7 +105,7 @@ def few_experts(table, start, row, share, limits, x, x_prepared, h, up, h_prepar
                 _up(table, start, row, x, x_prepared, h, up, t, nt)
             elif stage == 1:
                 for p in range(pairs * t // nt, pairs * (t + 1) // nt):
-                    _activate(h, up, limits, needs_int8, needs_mx, h_prepared, p)
+                    _activate(h, up, limits, needs_int8, needs_mx, coarse, h_prepared, p)
             else:
                 _down(table, start, row, share, h, h_prepared, y, t, nt)
 
@@ -115,7 +116,7 @@ def activate_rows(gate, up, limits, nt):
     nothing = np.empty((1, 0), np.uint8)
     for t in prange(nt):
         for p in range(len(gate) * t // nt, len(gate) * (t + 1) // nt):
-            _activate(gate, up, limits, False, False, nothing, p)
+            _activate(gate, up, limits, False, False, False, nothing, p)
 
 
 def _many_rows(x: Tensor, expert: Expert, limits: tuple[np.float32, np.float32]) -> Tensor:
@@ -141,14 +142,14 @@ def _run(
     share: np.ndarray,
     width: int,
     activation: Activation,
-) -> Tensor:
+) -> np.ndarray:
     h, up = np.empty((2, len(row), width), np.float32)
     y = np.empty((len(xs), about[2].outputs), np.float32)
     few_experts(
         *(table_of(about), start, row, share, saturation(activation)),
-        *(xs, scratch(xs), h, up, scratch(h), y, threads()),
+        *(xs, is_coarse(x), scratch(xs), h, up, scratch(h), y, threads()),
     )
-    return as_tensor(y, x)
+    return y
 
 
 def gated(x: Tensor, gate: Stored, up: Stored, down: Stored, kind: Activation) -> Tensor:
@@ -161,15 +162,21 @@ def gated(x: Tensor, gate: Stored, up: Stored, down: Stored, kind: Activation) -
         return y.to(x.dtype).view(*x.shape[:-1], -1)
     rows = len(xs)
     every = (np.array((0, rows)), np.arange(rows), np.ones(rows, np.float32))
-    return _run(x, xs, about, *every, about[0].outputs, kind)  # type: ignore[arg-type, union-attr]
+    return as_tensor(_run(x, xs, about, *every, about[0].outputs, kind), x)  # type: ignore[arg-type, union-attr]
 
 
 def experts(
-    x_NM: Tensor, ids_NE: Tensor, weight_NE: Tensor, expert: Callable[[int], Expert], activation: Activation
+    x_NM: Tensor,
+    ids_NE: Tensor,
+    weight_NE: Tensor,
+    expert: Callable[[int], Expert],
+    activation: Activation,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """See ``reference.experts``."""
+    dtype = dtype or x_NM.dtype
     if x_NM.dtype == torch.float64:
-        return reference.experts(x_NM, ids_NE, weight_NE, expert, activation)
+        return reference.experts(x_NM, ids_NE, weight_NE, expert, activation, dtype)
     xs, ids, share = few(x_NM), ids_NE.numpy(), as_array(weight_NE)
     if len(ids) == 1:  # increasing by contract
         used, share = ids[0].tolist(), share[0]
@@ -178,12 +185,13 @@ def experts(
         used, start, pairs = segments(ids)
         row, share = pairs // ids.shape[1], share.ravel()[pairs]
     if xs is None:
-        return _many_experts(x_NM, used, start, row, share, expert, activation)
+        return _many_experts(x_NM, used, start, row, share, expert, activation).to(dtype)
     chosen = [expert(x) for x in used]  # keeps them alive until all is done
     about = [described(w) for e in chosen for w in e]
     if None in about:
-        return _many_experts(x_NM, used, start, row, share, expert, activation)
-    return _run(x_NM, xs, about, start, row, share, about[0].outputs, activation)  # type: ignore[arg-type, union-attr]
+        return _many_experts(x_NM, used, start, row, share, expert, activation).to(dtype)
+    y = _run(x_NM, xs, about, start, row, share, about[0].outputs, activation)  # type: ignore[arg-type, union-attr]
+    return torch.from_numpy(y).to(dtype)
 
 
 def _many_experts(
@@ -201,4 +209,4 @@ def _many_experts(
     for i, which in enumerate(used):
         part = slice(int(start[i]), int(start[i + 1]))
         y.index_add_(0, rows[part], _many_rows(x[rows[part]], expert(which), limits).mul_(shares[part]))
-    return y.to(x.dtype)
+    return y

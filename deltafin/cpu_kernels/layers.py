@@ -19,7 +19,7 @@ from deltafin.cpu_kernels.experts import few_experts, saturation
 from deltafin.cpu_kernels.linear import few_rows
 from deltafin.cpu_kernels.mathematics import sigmoid
 from deltafin.cpu_kernels.small import choose, norm_rows
-from deltafin.cpu_kernels.stored import HEAD, OUTPUTS, as_array, as_tensor, described, few, table_of
+from deltafin.cpu_kernels.stored import HEAD, OUTPUTS, as_array, as_tensor, described, few, is_coarse, table_of
 from deltafin.cpu_kernels.threads import threads
 
 NONE = np.empty((0, 6), np.int64)
@@ -28,13 +28,13 @@ NONE.flags.writeable = False
 
 
 @kernel()
-def product(table, x, nt):
+def product(table, x, coarse, nt):
     """All weights of the table times the rows of x, side by side."""
     outputs = 0
     for i in range(len(table)):
         outputs += table[i, OUTPUTS]
     y = np.empty((len(x), outputs), np.float32)
-    few_rows(table, x, np.empty((len(x), 2 * HEAD + 8 * x.shape[1]), np.uint8), y, nt)
+    few_rows(table, x, coarse, np.empty((len(x), 2 * HEAD + 8 * x.shape[1]), np.uint8), y, nt)
     return y
 
 
@@ -52,18 +52,18 @@ def _part(y, first, width):
 
 
 @kernel()
-def _kda(x, norm, eps, batch, groups, sizes, first, decay_up, gate_up, out, weights, tails, S, floor, nt):
+def _kda(x, norm, eps, batch, groups, sizes, first, decay_up, gate_up, out, weights, tails, S, floor, coarse, nt):
     tokens = len(x) // batch
-    y = product(first, normed(x, norm, eps), nt)
+    y = product(first, normed(x, norm, eps), coarse, nt)
     keys, values, heads = sizes[0], sizes[1], sizes[2]
     q, k, v = _part(y, 0, keys), _part(y, keys, keys), _part(y, 2 * keys, values)
     at = 2 * keys + values
     beta = _part(y, at, heads)
     decay = _part(y, at + heads, sizes[3])
     gate = _part(y, at + heads + sizes[3], y.shape[1] - at - heads - sizes[3])
-    decay = product(decay_up, decay, nt)
+    decay = product(decay_up, decay, coarse, nt)
     if len(gate_up):
-        gate = product(gate_up, gate, nt)
+        gate = product(gate_up, gate, coarse, nt)
     inputs = (
         q.reshape(batch, tokens, keys),
         k.reshape(batch, tokens, keys),
@@ -74,7 +74,7 @@ def _kda(x, norm, eps, batch, groups, sizes, first, decay_up, gate_up, out, weig
     )
     o = np.empty((batch, tokens, values), np.float32)
     few_tokens(groups, inputs, weights, tails, S, floor, eps, o, nt if S.nbytes > PARALLEL else 1)
-    return product(out, o.reshape(batch * tokens, values), nt)
+    return product(out, o.reshape(batch * tokens, values), coarse, nt)
 
 
 def _plan(w: Any, *weights: Any) -> Any:
@@ -113,32 +113,32 @@ def kda(c: config.KDA, w: Any, s: Any, x_BTD: Tensor, norm: Tensor, eps: float, 
     y = _kda(
         *(x, as_array(norm), np.float32(eps), len(x_BTD), 1, sizes, first, decay_up, gate_up, out, between),
         *((s.q_tail.numpy(), s.k_tail.numpy(), s.v_tail.numpy()), s.S_BHVK.numpy()),
-        *(np.float32(c.decay_floor or 0), threads()),
+        *(np.float32(c.decay_floor or 0), is_coarse(x_BTD), threads()),
     )
     s.length += x_BTD.shape[1]
     return as_tensor(y, x_BTD)
 
 
 @kernel()
-def _before(x, norm, eps, first, q_norm, q_up, latent_norm, inner_eps, queries, rank, common, nt):
+def _before(x, norm, eps, first, q_norm, q_up, latent_norm, inner_eps, queries, rank, common, coarse, nt):
     """Queries, normed latent, shared key, gate."""
-    y = product(first, normed(x, norm, eps), nt)
+    y = product(first, normed(x, norm, eps), coarse, nt)
     q = _part(y, 0, queries)
     if len(q_up):
-        q = product(q_up, normed(q, q_norm, inner_eps), nt)
+        q = product(q_up, normed(q, q_norm, inner_eps), coarse, nt)
     latent = normed(_part(y, queries, rank), latent_norm, inner_eps)
     at = queries + rank
     return q, latent, _part(y, at, common), _part(y, at + common, y.shape[1] - at - common)
 
 
 @kernel()
-def _after(o, gate, out, nt):
+def _after(o, gate, out, coarse, nt):
     """The output gate and the last projection."""
     if gate.shape[1]:
         for n in range(len(o)):
             for i in range(o.shape[1]):
                 o[n, i] *= sigmoid(gate[n, i])
-    return product(out, o, nt)
+    return product(out, o, coarse, nt)
 
 
 def mla(c: config.MLA, w: Any, s: Any, x_BTD: Tensor, norm: Tensor, eps: float, ops: Any) -> Tensor | None:
@@ -154,18 +154,18 @@ def mla(c: config.MLA, w: Any, s: Any, x_BTD: Tensor, norm: Tensor, eps: float, 
     first, q_up, _, out, q_norm, latent_norm = made
     q, latent, shared, gate = _before(
         *(x, as_array(norm), np.float32(eps), first, q_norm, q_up, latent_norm, np.float32(c.eps)),
-        *(int(first[0, OUTPUTS]), c.latent_rank, c.shared_dim, threads()),
+        *(int(first[0, OUTPUTS]), c.latent_rank, c.shared_dim, is_coarse(x_BTD), threads()),
     )
     batch, tokens = x_BTD.shape[:2]
     s.append(*(torch.from_numpy(y).view(batch, tokens, -1) for y in (latent, shared)))
     cache = s.tensors()
-    q_BTHC = torch.from_numpy(q).view(batch, tokens, c.heads, -1)
+    q_BTHC = torch.from_numpy(q).view(batch, tokens, c.heads, -1).to(x_BTD.dtype)
     o = attention(q_BTHC, cache["latent_BSR"], cache["shared_BSJ"], w.latent_up, c.value_dim)
-    return as_tensor(_after(o.numpy().reshape(batch * tokens, -1), gate, out, threads()), x_BTD)
+    return as_tensor(_after(as_array(o).reshape(len(x), -1), gate, out, is_coarse(x_BTD), threads()), x_BTD)
 
 
 @kernel()
-def _gated(x, table, limits, nt):
+def _gated(x, table, limits, coarse, nt):
     rows = len(x)
     width = table[0, OUTPUTS]
     h, up = np.empty((rows, width), np.float32), np.empty((rows, width), np.float32)
@@ -173,13 +173,13 @@ def _gated(x, table, limits, nt):
     start, row, share = np.array((0, rows)), np.arange(rows), np.ones(rows, np.float32)
     prepared = np.empty((rows, 2 * HEAD + 8 * x.shape[1]), np.uint8)
     prepared_h = np.empty((rows, 2 * HEAD + 8 * width), np.uint8)
-    few_experts(table, start, row, share, limits, x, prepared, h, up, prepared_h, y, nt)
+    few_experts(table, start, row, share, limits, x, coarse, prepared, h, up, prepared_h, y, nt)
     return y
 
 
 @kernel()
-def _mlp(x, norm, eps, table, limits, nt):
-    return _gated(normed(x, norm, eps), table, limits, nt)
+def _mlp(x, norm, eps, table, limits, coarse, nt):
+    return _gated(normed(x, norm, eps), table, limits, coarse, nt)
 
 
 def mlp(c: config.MLP, w: Any, x_BTD: Tensor, norm: Tensor, eps: float, ops: Any) -> Tensor | None:
@@ -187,28 +187,28 @@ def mlp(c: config.MLP, w: Any, x_BTD: Tensor, norm: Tensor, eps: float, ops: Any
     made, x = _kept(w, lambda: _plan(w, (w.gate, w.up, w.down))), few(x_BTD)
     if made is None or x is None:
         return None
-    y = _mlp(x, as_array(norm), np.float32(eps), made[0], saturation(c.activation), threads())
+    y = _mlp(x, as_array(norm), np.float32(eps), made[0], saturation(c.activation), is_coarse(x_BTD), threads())
     return as_tensor(y, x_BTD)
 
 
 @kernel()
-def _chosen(x, norm, eps, router, bias, chosen, renormalize, scale, latent_down, nt):
+def _chosen(x, norm, eps, router, bias, chosen, renormalize, scale, latent_down, coarse, nt):
     """The normed rows, their form for the experts, ids and weights."""
     x = normed(x, norm, eps)
     ids, weights = np.empty((len(x), chosen), np.int64), np.empty((len(x), chosen), np.float32)
-    choose(product(router, x, nt), bias, renormalize, scale, ids, weights)
-    return x, product(latent_down, x, nt) if len(latent_down) else x, ids, weights
+    choose(product(router, x, False, nt), bias, renormalize, scale, ids, weights)  # a choice is not rounded
+    return x, product(latent_down, x, coarse, nt) if len(latent_down) else x, ids, weights
 
 
 @kernel()
-def _rest(x, y, eps, latent_norm, latent_up, shared, limits, nt):
+def _rest(x, y, eps, latent_norm, latent_up, shared, limits, coarse, nt):
     """What follows the experts: back from the latent width, and the shared expert."""
     if len(latent_norm):
         y = normed(y, latent_norm, eps)
     if len(latent_up):
-        y = product(latent_up, y, nt)
+        y = product(latent_up, y, coarse, nt)
     if len(shared):
-        other = _gated(x, shared, limits, nt)
+        other = _gated(x, shared, limits, coarse, nt)
         for n in range(len(y)):
             for i in range(y.shape[1]):
                 y[n, i] += other[n, i]
@@ -227,13 +227,15 @@ def moe(c: config.MoE, w: Any, x_BTD: Tensor, norm: Tensor, eps: float, ops: Any
     if made is None or x is None:
         return None
     router, latent_down, latent_up, shared, bias, latent_norm = made
-    eps32, nt = np.float32(eps), threads()
+    eps32, coarse, nt = np.float32(eps), is_coarse(x_BTD), threads()
     x, z, ids, weights = _chosen(
         *(x, as_array(norm), eps32, router, bias, c.chosen, c.renormalize, np.float32(c.scale)),
-        *(latent_down, nt),
+        *(latent_down, coarse, nt),
     )
-    y = w.experts(*(torch.from_numpy(a) for a in (z, ids, weights)), c.activation, ops)
-    return as_tensor(_rest(x, y.numpy(), eps32, latent_norm, latent_up, shared, saturation(c.activation), nt), x_BTD)
+    z, ids, weights = (torch.from_numpy(a) for a in (z, ids, weights))
+    y = as_array(w.experts(z.to(x_BTD.dtype), ids, weights, c.activation, ops))
+    limits = saturation(c.activation)
+    return as_tensor(_rest(x, y, eps32, latent_norm, latent_up, shared, limits, coarse, nt), x_BTD)
 
 
 WHOLE = {config.KDA: kda, config.MLA: mla, config.MLP: mlp, config.MoE: moe}

@@ -33,6 +33,7 @@ from deltafin.cpu_kernels.stored import (
     as_tensor,
     described,
     few,
+    is_coarse,
     scratch,
     table_of,
 )
@@ -45,18 +46,24 @@ PARALLEL = 64 << 10
 LIMIT = 8_355_000
 """Somewhat below 8,355,711, the largest number that three signed digits of 8 bits can write."""
 
+COARSE_LIMIT = 32_600
+"""Somewhat below 32,639, the largest number that two of them can write."""
+
+COARSE_SUM = (1 << 31) // 127 - 1
+"""What the magnitudes of all inputs in one lane of 32 bits may add up to, to be multiplied by int8 weights."""
+
 BYTES, PORTABLE = v.BYTES or 16, not v.BYTES
 
 
 @kernel()
-def _unit(x):
-    """The step that cuts a vector to 23 bits and sign; NaN when a value is not finite."""
+def _unit(x, limit):
+    """The step that cuts a vector to whole numbers up to ``limit``; NaN when a value is not finite."""
     bits, largest = x.view(np.int32), np.int32(0)
     for i in range(len(x)):  # compared as whole numbers: magnitudes have the same order, and NaN is above them
         largest = max(largest, bits[i] & np.int32(0x7FFFFFFF))
     if largest >= 0x7F800000:
         return np.float32(np.nan)
-    return v.as_f32(np.uint32(largest)) / np.float32(LIMIT)
+    return v.as_f32(np.uint32(largest)) / np.float32(limit)
 
 
 @kernel()
@@ -66,8 +73,8 @@ def _number(x, per):
 
 
 @kernel()
-def prepare_mxfp4(x, out):
-    """Lay one input vector out for ``dot_mxfp4`` (or its portable form); return the unit of the result."""
+def prepare_mxfp4(coarse, x, out):
+    """Lay one input vector out for ``dot_mxfp4``, or its coarse or portable form; return the unit of the result."""
     n = len(x)
     if PORTABLE:
         values = out[: 4 * n].view(np.float32)
@@ -76,42 +83,59 @@ def prepare_mxfp4(x, out):
             values[i] = x[2 * i]
             values[half + i] = x[2 * i + 1]
         return np.float32(0.5)
-    unit = _unit(x)
+    unit = _unit(x, COARSE_LIMIT if coarse else LIMIT)
     per = np.float32(1) / unit if unit > 0 else np.float32(0)
     groups, address = BYTES // 16, out.ctypes.data
     for g in range(n // v.STEP * (v.STEP // 32)):
-        place = address + g // groups * 7 * BYTES + g % groups * 16
-        v.digits_mxfp4(x.ctypes.data + 128 * g, per, place)
+        at, place = x.ctypes.data + 128 * g, address + g % groups * 16
+        if coarse:
+            v.digits_mxfp4_coarse(at, per, place + g // groups * 5 * BYTES)
+        else:
+            v.digits_mxfp4(at, per, place + g // groups * 7 * BYTES)
     return unit * np.float32(0.5)
 
 
 @kernel()
-def prepare_int8(x, out):
-    """Cut one input vector in the two digits of ``dot_int8``; return the unit of the result."""
+def prepare_int8(coarse, x, out):
+    """Cut one input vector in the two digits of ``dot_int8``, or the coarse one; return the unit of the result."""
     n = len(x)
-    unit = _unit(x)
+    unit = _unit(x, min(COARSE_LIMIT, COARSE_SUM // ((n + 15) // 16)) if coarse else LIMIT)
     per = np.float32(1) / unit if unit > 0 else np.float32(0)
     address, whole = out.ctypes.data, n & ~15
     for i in range(0, whole, 16):
-        v.digits_int8(x.ctypes.data + 4 * i, per, address + 2 * i, address + 2 * (n + i))
+        at, place = x.ctypes.data + 4 * i, address + 2 * i
+        if coarse:
+            v.digit_int8(at, per, place)
+        else:
+            v.digits_int8(at, per, place, place + 2 * n)
     digits = out[: 4 * n].view(np.int16)
     for i in range(whole, n):
         number = _number(x[i], per)
-        high = (number + 2048) >> 12
-        digits[i] = high
-        digits[n + i] = number - (high << 12)
+        if coarse:
+            digits[i] = number
+        else:
+            high = (number + 2048) >> 12
+            digits[i] = high
+            digits[n + i] = number - (high << 12)
     return unit
 
 
 @kernel()
-def prepare(needs_int8, needs_mx, x, out):
-    """Prepare one input vector for the kinds of weights it will meet."""
+def prepare(needs_int8, needs_mx, coarse, x, out):
+    """Prepare one input vector for the kinds of weights it will meet: to 23 bits, or coarsely to about 15."""
     units = out[:8].view(np.float32)
+    out[8] = coarse
     n = len(x)
     if needs_int8:
-        units[0] = prepare_int8(x, out[HEAD:])
+        units[0] = prepare_int8(coarse, x, out[HEAD:])
     if needs_mx:
-        units[1] = prepare_mxfp4(x, out[HEAD + 4 * n :])
+        units[1] = prepare_mxfp4(coarse, x, out[HEAD + 4 * n :])
+
+
+@kernel()
+def _coarse(prepared):
+    """How an input was prepared."""
+    return v.peek_u8(prepared + 8) != 0
 
 
 @kernel()
@@ -122,11 +146,12 @@ def _code(nibble):
 
 
 @kernel()
-def digit(digits, i, columns):
-    """Both digits of column i, put together again."""
+def digit(coarse, digits, i, columns):
+    """The one digit of column i, or both put together again."""
     high = np.int64(np.int16(v.peek_u16(digits + 2 * i)))
-    low = np.int64(np.int16(v.peek_u16(digits + 2 * (columns + i))))
-    return (high << 12) + low
+    if coarse:
+        return high
+    return (high << 12) + np.int64(np.int16(v.peek_u16(digits + 2 * (columns + i))))
 
 
 @kernel()
@@ -145,18 +170,23 @@ def _dot(kind, w, s, x, prepared, columns):
             y += weight * v.peek_f32(x + 4 * i)
         return y
     if kind == INT8:
-        whole = columns & ~31
-        v.dot_int8(w, 0, prepared + HEAD, out, whole, columns)
+        whole, coarse = columns & ~31, _coarse(prepared)
+        if coarse:
+            v.dot_int8_coarse(w, 0, 0, 0, prepared + HEAD, np.float32(0), out, whole, columns)
+        else:
+            v.dot_int8(w, 0, 0, 0, prepared + HEAD, np.float32(0), out, whole, columns)
         number = room[0]
         for i in range(whole, columns):
-            number += v.peek_i8(w + i) * digit(prepared + HEAD, i, columns)
+            number += v.peek_i8(w + i) * digit(coarse, prepared + HEAD, i, columns)
         return np.float32(number) * v.peek_f32(prepared) * v.peek_f32(s)
-    unit = v.peek_f32(prepared + 4)
-    prepared += HEAD + 4 * columns
+    unit, laid_out = v.peek_f32(prepared + 4), prepared + HEAD + 4 * columns
     if PORTABLE:
-        return unit * v.dot_mxfp4_portable(w, s, prepared, columns)
+        return unit * v.dot_mxfp4_portable(w, s, laid_out, columns)
     whole = columns // v.STEP * v.STEP
-    v.dot_mxfp4(w, 0, s, 0, prepared, out, whole)
+    if _coarse(prepared):
+        v.dot_mxfp4_coarse(w, 0, s, 0, laid_out, out, whole)
+    else:
+        v.dot_mxfp4(w, 0, s, 0, laid_out, out, whole)
     y = unit * v.peek_f32(out)
     for group in range(whole // 32, columns // 32):
         part = np.float32(0)
@@ -186,22 +216,27 @@ def block(w, first, count, x, prepared, columns, out):
                 v.dots_bf16(row, stride, x, out, columns)
             return
         if kind == INT8:
-            numbers = np.empty(v.PAIR, np.int64)
-            unit = v.peek_f32(prepared)
-            while r + v.PAIR <= count:
-                v.dots_int8(row + r * stride, stride, prepared + HEAD, numbers.ctypes.data, columns, columns)
-                for i in range(v.PAIR):
-                    scale = v.peek_f32(s + (r + i) * scale_stride)
-                    v.poke_f32(out + 4 * (r + i), np.float32(numbers[i]) * unit * scale)
-                r += v.PAIR
+            unit, laid_out, coarse = v.peek_f32(prepared), prepared + HEAD, _coarse(prepared)
+            at_once = v.COARSE_AT_ONCE if coarse else v.AT_ONCE
+            while r + at_once <= count:
+                at, scales, place = row + r * stride, s + r * scale_stride, out + 4 * r
+                if coarse:
+                    v.dots_int8_coarse(at, stride, scales, scale_stride, laid_out, unit, place, columns, columns)
+                else:
+                    v.dots_int8(at, stride, scales, scale_stride, laid_out, unit, place, columns, columns)
+                r += at_once
         elif kind == MX and not PORTABLE:
-            unit, laid_out = v.peek_f32(prepared + 4), prepared + HEAD + 4 * columns
-            while r + v.PAIR <= count:
-                place = out + 4 * r
-                v.dots_mxfp4(row + r * stride, stride, s + r * scale_stride, scale_stride, laid_out, place, columns)
-                for i in range(v.PAIR):
+            unit, laid_out, coarse = v.peek_f32(prepared + 4), prepared + HEAD + 4 * columns, _coarse(prepared)
+            at_once = v.COARSE_AT_ONCE if coarse else v.AT_ONCE
+            while r + at_once <= count:
+                at, scales, place = row + r * stride, s + r * scale_stride, out + 4 * r
+                if coarse:
+                    v.dots_mxfp4_coarse(at, stride, scales, scale_stride, laid_out, place, columns)
+                else:
+                    v.dots_mxfp4(at, stride, scales, scale_stride, laid_out, place, columns)
+                for i in range(at_once):
                     v.poke_f32(place + 4 * i, unit * v.peek_f32(place + 4 * i))
-                r += v.PAIR
+                r += at_once
     while r < count:
         y = _dot(kind, row + r * stride, s + r * scale_stride, x, prepared, columns)
         v.poke_f32(out + 4 * r, y)
@@ -225,14 +260,14 @@ def aligned(prepared):
 
 
 @kernel(parallel=True)
-def few_rows(table, x, prepared, y, nt):
+def few_rows(table, x, coarse, prepared, y, nt):
     """All weights of the table times all rows of x, side by side in y; each thread takes its share of every weight."""
     needs_int8, needs_mx = kinds(table)
     rows, columns = x.shape
     offset = aligned(prepared)
     if needs_int8 or needs_mx:
         for n in range(rows):
-            prepare(needs_int8, needs_mx, x[n], prepared[n, offset:])
+            prepare(needs_int8, needs_mx, coarse, x[n], prepared[n, offset:])
     size = 0
     for i in range(len(table)):
         size += table[i, STRIDE] * table[i, OUTPUTS]
@@ -263,13 +298,13 @@ def linears(x: Tensor, weights: Sequence[Stored]) -> tuple[Tensor, ...]:
     if xs is None or None in about:
         return tuple(many_rows(x, weight) for weight in weights)
     sizes = [row.outputs for row in about]  # type: ignore[union-attr]
-    y = _product(xs, about, sum(sizes))  # type: ignore[arg-type]
+    y = _product(xs, is_coarse(x), about, sum(sizes))  # type: ignore[arg-type]
     return as_tensor(y, x).split(sizes, -1)
 
 
-def _product(xs: np.ndarray, about: Sequence[Row], outputs: int) -> np.ndarray:
+def _product(xs: np.ndarray, coarse: bool, about: Sequence[Row], outputs: int) -> np.ndarray:
     y = np.empty((len(xs), outputs), np.float32)
-    few_rows(table_of(about), xs, scratch(xs), y, threads())
+    few_rows(table_of(about), xs, coarse, scratch(xs), y, threads())
     return y
 
 
@@ -280,4 +315,4 @@ def linear(x: Tensor, weight: Stored) -> Tensor:
     xs, row = few(x), described(weight)
     if xs is None or row is None:
         return many_rows(x, weight)
-    return as_tensor(_product(xs, (row,), row.outputs), x)
+    return as_tensor(_product(xs, is_coarse(x), (row,), row.outputs), x)

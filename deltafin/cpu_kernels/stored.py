@@ -72,6 +72,11 @@ def few(x: Tensor) -> np.ndarray | None:
     return as_array(x).reshape(-1, columns)
 
 
+def is_coarse(x: Tensor) -> bool:
+    """Whether rows of x may be rounded to some 15 bits where they meet integer weights: they come in 8 bits."""
+    return x.dtype == torch.bfloat16
+
+
 def as_array(x: Tensor) -> np.ndarray:
     """A tensor as a contiguous float32 array."""
     return x.float().contiguous().numpy()

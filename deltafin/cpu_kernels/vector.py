@@ -6,7 +6,8 @@ number of columns; whatever a vector step leaves over is done one by one by the 
 
 How an input vector is prepared for integer weights, ``digits``: it is scaled to 23 bits and a sign and cut in two
 digits of 12 bits (int8 weights) or three of 8 (MXFP4), so that all products and sums are exact in int32, and the
-result is as good as float32 multiplication gives.
+result is as good as float32 multiplication gives. Or, coarsely, it is scaled to 15 bits and a sign: one digit for int8
+weights (fewer bits for very wide ones), two for MXFP4.
 """
 
 from collections.abc import Callable, Sequence
@@ -98,7 +99,8 @@ def repeat(b: ir.IRBuilder, times: ir.Value, unroll: int, start: Sequence[ir.Val
 def total(b: ir.IRBuilder, v: ir.Value) -> ir.Value:
     """The sum of all lanes, floats pairwise."""
     if v.type.element != F32:
-        return call(b, f"llvm.vector.reduce.add.v{v.type.count}i32", I32, v)
+        kind = v.type.element
+        return call(b, f"llvm.vector.reduce.add.v{v.type.count}i{kind.width}", kind, v)
     while v.type.count > 1:
         half = v.type.count // 2
         parts = [
@@ -278,46 +280,64 @@ def _pairs(b: ir.IRBuilder, acc: ir.Value, x: ir.Value, y: ir.Value) -> ir.Value
     return b.add(acc, b.add(even, odd))
 
 
-def _int8(rows: int):
-    """``sum(w * x)`` of ``rows`` rows of int8 and the two digits of ``x``, to ``out``, int64.
+def _ahead(b: ir.IRBuilder, stride: ir.Value, rows: int, least: int) -> ir.Value:
+    """How far ahead weights are asked for: so many bytes, and of a whole block of rows the next block's."""
+    below, least = b.mul(stride, const(I64, rows)), const(I64, least)
+    return b.select(b.icmp_unsigned(">", below, least), below, least) if rows == BLOCK else least
 
-    Of the first k columns, a multiple of 32; the digits are int16, ``columns`` of each.
+
+def _int8(rows: int, digits: int):
+    """``sum(w * x)`` of ``rows`` rows of int8 and the digits of ``x``, one or two, k a multiple of 32.
+
+    To ``out``, float32, times ``unit`` and the row's scale; or, without scales (address 0), to ``out`` as int64. The
+    digits are int16, ``columns`` of each.
     """
 
     @intrinsic
-    def dots(context, w, stride, x, out, k, columns):
+    def dots(context, w, stride, s, scale_stride, x, unit, out, k, columns):
         def code(context, b, signature, arguments):
-            w, stride, x, out, k, columns = arguments
+            w, stride, s, scale_stride, x, unit, out, k, columns = arguments
             every = [b.add(w, b.mul(stride, const(I64, r))) for r in range(rows)]
-            digits = (x, b.add(x, b.shl(columns, const(I64, 1))))
+            ahead = _ahead(b, stride, rows, AHEAD)
 
             def body(i, acc):
-                at = b.shl(i, const(I64, 6))
-                some = [load(b, b.add(digit, at), lanes(I16, 32)) for digit in digits]
+                at = b.add(x, b.shl(i, const(I64, 6)))
+                some = [load(b, b.add(at, b.mul(columns, const(I64, 2 * d))), lanes(I16, 32)) for d in range(digits)]
                 new = []
                 for r, row in enumerate(every):
                     here = b.add(row, b.shl(i, const(I64, 5)))
-                    fetch(b, b.add(here, const(I64, AHEAD)))
+                    fetch(b, b.add(here, ahead))
                     codes = load(b, here, lanes(I8, 32))
                     weights = b.sext(codes, lanes(I16, 32))
-                    new += [_pairs(b, acc[2 * r + d], weights, digit) for d, digit in enumerate(some)]
+                    new += [_pairs(b, acc[digits * r + d], weights, digit) for d, digit in enumerate(some)]
                 return new
 
-            sums = repeat(b, b.lshr(k, const(I64, 5)), 1, [const(I32x16, 0)] * (2 * rows), body)
+            sums = repeat(b, b.lshr(k, const(I64, 5)), 1, [const(I32x16, 0)] * (digits * rows), body)
             for r in range(rows):
-                high, low = (b.sext(total(b, v), I64) for v in sums[2 * r : 2 * r + 2])
-                store(b, b.add(b.shl(high, const(I64, 12)), low), b.add(out, const(I64, 8 * r)))
+                parts = sums[digits * r : digits * (r + 1)]
+                if digits == 1:  # the lanes are as large as they can be, and their sum is larger
+                    number = total(b, b.sext(parts[0], lanes(I64, 16)))
+                else:
+                    high, low = (b.sext(total(b, v), I64) for v in parts)
+                    number = b.add(b.shl(high, const(I64, 12)), low)
+                scaled = rows > 1
+                if scaled:
+                    scale = load(b, b.add(s, b.mul(scale_stride, const(I64, r))), F32)
+                    number = b.fmul(b.fmul(b.sitofp(number, F32), unit), scale)
+                store(b, number, b.add(out, const(I64, (4 if scaled else 8) * r)))
             return context.get_dummy_value()
 
-        return types.void(w, stride, x, out, k, columns), code
+        return types.void(w, stride, s, scale_stride, x, types.float32, out, k, columns), code
 
     return dots
 
 
-PAIR = 1
-"""Rows of integer weights at a time: two were no faster, since multiplications are the limit, and not loads of x."""
+AT_ONCE, COARSE_AT_ONCE = 2, BLOCK
+"""Rows of integer weights at a time: they share the loads of x, which may be too long for the first-level cache, and
+are sums that do not wait for each other."""
 
-dots_int8, dot_int8 = _int8(PAIR), _int8(1)
+dots_int8, dot_int8 = _int8(AT_ONCE, 2), _int8(1, 2)
+dots_int8_coarse, dot_int8_coarse = _int8(COARSE_AT_ONCE, 1), _int8(1, 1)
 
 
 E2M1 = (0, 1, 2, 3, 4, 6, 8, 12)
@@ -367,38 +387,72 @@ def digits_int8(context, x, per, high, low):
 
 
 @intrinsic
-def digits_mxfp4(context, x, per, out):
-    """Write the three digits of 32 columns of ``x * per``, and their correction, where ``dot_mxfp4`` reads them."""
+def digit_int8(context, x, per, out):
+    """Write the one digit of 16 columns of ``x * per`` for ``dot_int8_coarse``."""
 
     def code(context, b, signature, arguments):
         x, per, out = arguments
-        parts = [_whole_numbers(b, address, per) for address in (x, b.add(x, const(I64, 64)))]
-        at = [[ir.Constant(I32, 2 * i + odd) for i in range(16)] for odd in (0, 1)]
-        sides = [b.shuffle_vector(*parts, ir.Constant(I32x16, places)) for places in at]
-        pairs = b.add(*sides)
-        eights = None
-        for i in range(4):
-            some = ir.Constant(lanes(I32, 4), [ir.Constant(I32, 4 * lane + i) for lane in range(4)])
-            four = b.shuffle_vector(pairs, pairs, some)
-            eights = four if eights is None else b.add(eights, four)
-        correction = b.mul(eights, const(lanes(I32, 4), -OFFSET))
-        store(b, correction, b.add(out, const(I64, 6 * BYTES)))
-        for odd, side in enumerate(sides):
-            for digit in (2, 1, 0):  # the smallest is the last of the three
-                place = b.add(out, const(I64, (2 * digit + odd) * BYTES))
-                store(b, b.trunc(side, lanes(I8, 16)), place)
-                side = b.ashr(b.add(side, const(I32x16, 128)), const(I32x16, 8))
+        store(b, b.trunc(_whole_numbers(b, x, per), lanes(I16, 16)), out)
         return context.get_dummy_value()
 
     return types.void(x, per, out), code
 
 
+def _digits_mxfp4(digits: int):
+    """Write the digits of 32 columns of ``x * per``, and their correction, where ``_mxfp4`` reads them."""
+
+    @intrinsic
+    def write(context, x, per, out):
+        def code(context, b, signature, arguments):
+            x, per, out = arguments
+            parts = [_whole_numbers(b, address, per) for address in (x, b.add(x, const(I64, 64)))]
+            at = [[ir.Constant(I32, 2 * i + odd) for i in range(16)] for odd in (0, 1)]
+            sides = [b.shuffle_vector(*parts, ir.Constant(I32x16, places)) for places in at]
+            pairs = b.add(*sides)
+            eights = None
+            for i in range(4):
+                some = ir.Constant(lanes(I32, 4), [ir.Constant(I32, 4 * lane + i) for lane in range(4)])
+                four = b.shuffle_vector(pairs, pairs, some)
+                eights = four if eights is None else b.add(eights, four)
+            correction = b.mul(eights, const(lanes(I32, 4), -OFFSET))
+            store(b, correction, b.add(out, const(I64, 2 * digits * BYTES)))
+            for odd, side in enumerate(sides):
+                for digit in reversed(range(digits)):  # the smallest is the last of them
+                    place = b.add(out, const(I64, (2 * digit + odd) * BYTES))
+                    store(b, b.trunc(side, lanes(I8, 16)), place)
+                    side = b.ashr(b.add(side, const(I32x16, 128)), const(I32x16, 8))
+            return context.get_dummy_value()
+
+        return types.void(x, per, out), code
+
+    return write
+
+
+digits_mxfp4, digits_mxfp4_coarse = _digits_mxfp4(3), _digits_mxfp4(2)
+
+
 STEP = 128
-"""Columns that one turn of ``dot_mxfp4`` takes: four groups, so that their scales are widened together."""
+"""Columns that all rows of integer weights are a multiple of, or else are read one by one."""
 
 
-def _mxfp4(rows: int):
-    """``sum(w * x)`` of ``rows`` rows of MXFP4 codes with their scales, and ``x`` as ``prepare_mxfp4`` lays it out.
+def _values(b: ir.IRBuilder, packed: ir.Value) -> list[ir.Value]:
+    """Twice the values of a vector's low and high nibbles, less negative by OFFSET."""
+    kind, halves = packed.type, lanes(I16, BYTES // 2)
+    shifted = b.bitcast(b.lshr(b.bitcast(packed, halves), const(halves, 4)), kind)
+    table = [OFFSET + v for v in E2M1] + [OFFSET - v for v in E2M1]
+    table = ir.Constant(kind, [ir.Constant(I8, v) for v in table] * (BYTES // 16))
+    if BYTES == 64 and "avx512vbmi" in FEATURES:  # its index has 6 bits: the upper two choose between equal tables
+        return [call(b, "llvm.x86.avx512.permvar.qi.512", kind, table, n) for n in (packed, shifted)]
+    name = {
+        64: "llvm.x86.avx512.pshuf.b.512",
+        32: "llvm.x86.avx2.pshuf.b",
+        16: "llvm.x86.ssse3.pshuf.b.128",
+    }[BYTES]
+    return [call(b, name, kind, table, b.and_(n, const(kind, 15))) for n in (packed, shifted)]
+
+
+def _mxfp4(rows: int, digits: int):
+    """``sum(w * x)`` of ``rows`` rows of MXFP4 codes with their scales, and ``x`` as ``_digits_mxfp4`` lays it out.
 
     To ``out``, in units of half the digits' unit; k a multiple of STEP.
     """
@@ -407,57 +461,57 @@ def _mxfp4(rows: int):
     def dots(context, w, stride, s, scale_stride, x, out, k):
         def code(context, b, signature, arguments):
             w, stride, s, scale_stride, x, out, k = arguments
-            words, parts = BYTES // 4, STEP // (2 * BYTES)
+            words = lanes(I32, BYTES // 4)
             every = [b.add(w, b.mul(stride, const(I64, r))) for r in range(rows)]
+            ahead = _ahead(b, stride, rows, 2 * AHEAD)
             scales = [b.add(s, b.mul(scale_stride, const(I64, r))) for r in range(rows)]
-            table = [OFFSET + v for v in E2M1] + [OFFSET - v for v in E2M1]
-            table = ir.Constant(lanes(I8, BYTES), [ir.Constant(I8, v) for v in table] * (BYTES // 16))
-            lookup = {
-                64: "llvm.x86.avx512.pshuf.b.512",
-                32: "llvm.x86.avx2.pshuf.b",
-                16: "llvm.x86.ssse3.pshuf.b.128",
-            }[BYTES]
-
-            def values(row, i):
-                """Both nibbles' values, less negative by OFFSET, of one vector of codes."""
-                here = b.add(row, b.mul(i, const(I64, BYTES)))
-                fetch(b, b.add(here, const(I64, 2 * AHEAD)))
-                packed = load(b, here, lanes(I8, BYTES))
-                shifted = b.lshr(b.bitcast(packed, lanes(I16, BYTES // 2)), const(lanes(I16, BYTES // 2), 4))
-                nibbles = (b.and_(v, const(lanes(I8, BYTES), 15)) for v in (packed, b.bitcast(shifted, packed.type)))
-                return [call(b, lookup, lanes(I8, BYTES), table, n) for n in nibbles]
 
             def whole_numbers(i):
                 """Products of one vector of codes of every row, summed in lanes of eight columns."""
-                codes, numbers = [values(row, i) for row in every], [None] * rows
-                at = b.add(x, b.mul(i, const(I64, 7 * BYTES)))
-                for digit in range(3):  # the largest first; the correction for OFFSET joins the last
+                codes, numbers = [], [None] * rows
+                for row in every:
+                    here = b.add(row, b.mul(i, const(I64, BYTES)))
+                    fetch(b, b.add(here, ahead))
+                    codes.append(_values(b, load(b, here, lanes(I8, BYTES))))
+                at = b.add(x, b.mul(i, const(I64, (2 * digits + 1) * BYTES)))
+                for digit in range(digits):  # the largest first
                     sides = [load(b, b.add(at, const(I64, (2 * digit + o) * BYTES)), lanes(I8, BYTES)) for o in (0, 1)]
-                    start = load(b, b.add(at, const(I64, 6 * BYTES)), lanes(I32, words)) if digit == 2 else None
-                    for r in range(rows):
-                        part = _pair_digits(b, codes[r], sides, start)
-                        before = numbers[r]
-                        numbers[r] = part if before is None else b.add(b.shl(before, const(lanes(I32, words), 8)), part)
-                return [b.sitofp(number, lanes(F32, words)) for number in numbers]
+                    for r, before in enumerate(numbers):
+                        higher = None if before is None else b.shl(before, const(words, 8))
+                        numbers[r] = _pair_digits(b, codes[r], sides, higher)
+                correction = load(b, b.add(at, const(I64, 2 * digits * BYTES)), words)
+                return [b.sitofp(b.add(number, correction), lanes(F32, words.count)) for number in numbers]
 
-            def body(i, acc):
-                widened_scales = []
-                for address in scales:
-                    bits = b.zext(load(b, b.add(address, b.shl(i, const(I64, 2))), lanes(I8, 4)), lanes(I32, 4))
-                    bits = b.shl(bits, const(lanes(I32, 4), 23))
-                    least = const(lanes(I32, 4), 1 << 22)  # 2^-127, which is subnormal
-                    bits = b.select(b.icmp_unsigned(">", bits, least), bits, least)
-                    widened_scales.append(b.bitcast(bits, lanes(F32, 4)))
-                acc = list(acc)
-                for part in range(parts):
-                    numbers = whole_numbers(b.add(b.mul(i, const(I64, parts)), const(I64, part)))
-                    spread = [ir.Constant(I32, (part * words + j) // 4) for j in range(words)]
-                    spread = ir.Constant(lanes(I32, words), spread)
-                    for r, v in enumerate(widened_scales):
-                        acc[r] = fma(b, numbers[r], b.shuffle_vector(v, v, spread), acc[r])
-                return acc
+            def groups(first, count):
+                """The turns of a loop from group ``first`` on, so many groups at a time."""
+                kind, least = lanes(I32, count), const(lanes(I32, count), 1 << 22)  # 2^-127, which is subnormal
 
-            sums = repeat(b, b.udiv(k, const(I64, STEP)), 1, [const(lanes(F32, words), 0.0)] * rows, body)
+                def body(i, acc):
+                    group, widened_scales = b.add(first, b.mul(i, const(I64, count))), []
+                    for address in scales:
+                        bits = b.zext(load(b, b.add(address, group), lanes(I8, count)), kind)
+                        bits = b.shl(bits, const(kind, 23))
+                        bits = b.select(b.icmp_unsigned(">", bits, least), bits, least)
+                        widened_scales.append(b.bitcast(bits, lanes(F32, count)))
+                    acc, vector = list(acc), b.udiv(group, const(I64, BYTES // 16))
+                    for part in range(16 * count // BYTES):
+                        numbers = whole_numbers(b.add(vector, const(I64, part)))
+                        spread = [ir.Constant(I32, (part * words.count + j) // 4) for j in range(words.count)]
+                        spread = ir.Constant(words, spread)
+                        for r, v in enumerate(widened_scales):
+                            acc[r] = fma(b, numbers[r], b.shuffle_vector(v, v, spread), acc[r])
+                    return acc
+
+                return body
+
+            # As many groups as a vector has lanes share the widening of their scales; what is left goes by STEP.
+            total_groups, at_once = b.udiv(k, const(I64, 32)), words.count
+            whole = b.udiv(total_groups, const(I64, at_once))
+            done = b.mul(whole, const(I64, at_once))
+            rest = b.udiv(b.sub(total_groups, done), const(I64, STEP // 32))
+            start = [const(lanes(F32, words.count), 0.0)] * rows
+            sums = repeat(b, whole, 1, start, groups(const(I64, 0), at_once))
+            sums = repeat(b, rest, 1, sums, groups(done, STEP // 32))
             for r, v in enumerate(sums):
                 store(b, total(b, v), b.add(out, const(I64, 4 * r)))
             return context.get_dummy_value()
@@ -467,7 +521,8 @@ def _mxfp4(rows: int):
     return dots
 
 
-dots_mxfp4, dot_mxfp4 = _mxfp4(PAIR), _mxfp4(1)
+dots_mxfp4, dot_mxfp4 = _mxfp4(AT_ONCE, 3), _mxfp4(1, 3)
+dots_mxfp4_coarse, dot_mxfp4_coarse = _mxfp4(COARSE_AT_ONCE, 2), _mxfp4(1, 2)
 
 
 def _code_value(b: ir.IRBuilder, code: ir.Value) -> ir.Value:
@@ -680,3 +735,16 @@ def ask(context, address):
         return context.get_dummy_value()
 
     return types.void(address), code
+
+
+@intrinsic
+def copy(context, source, target, count):
+    """Copy so many bytes."""
+
+    def code(context, b, signature, arguments):
+        source, target, count = arguments
+        source, target = (b.inttoptr(address, I8.as_pointer()) for address in (source, target))
+        cgutils.raw_memcpy(b, target, source, count, 1)
+        return context.get_dummy_value()
+
+    return types.void(source, target, count), code

@@ -343,16 +343,24 @@ def gated(x: Tensor, gate: Weight, up: Weight, down: Weight, kind: Activation) -
 
 
 def experts(
-    x_NM: Tensor, ids_NE: Tensor, weight_NE: Tensor, expert: Callable[[int], Expert], activation: Activation
+    x_NM: Tensor,
+    ids_NE: Tensor,
+    weight_NE: Tensor,
+    expert: Callable[[int], Expert],
+    activation: Activation,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return the weighted sum over each row's experts: NM in x's type, summed in float32 or wider by increasing id."""
+    """Return the weighted sum over each row's experts, NM, summed in float32 or wider by increasing id.
+
+    In ``dtype``, or else in x's type: sums that others are added to are not rounded before.
+    """
     y_NM = torch.zeros_like(wide(x_NM))
     for x in ids_NE.unique().tolist():
         rows, place = (ids_NE == x).nonzero(as_tuple=True)
         gate, up, down = expert(x)
         h = activate(linear(x_NM[rows], gate), linear(x_NM[rows], up), activation)
         y_NM[rows] += weight_NE[rows, place].unsqueeze(-1).to(y_NM.dtype) * wide(linear(h, down))
-    return y_NM.to(x_NM.dtype)
+    return y_NM.to(dtype or x_NM.dtype)
 
 
 def mix_depth(sources: Tensor, query_D: Tensor, eps: float) -> Tensor:
