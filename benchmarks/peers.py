@@ -62,10 +62,12 @@ def programs(
     llama_bench: str | None,
     others: dict[str, str],
     packed: bool = False,
+    bfloat16: bool = False,
 ) -> list[Program]:
     """List what can run here; ``others`` are the interpreters that have transformers or mlx.
 
-    ``packed``: deltafin runs with rounded weights too, to be compared with files of as many bits.
+    ``packed``: deltafin runs with rounded weights too, to be compared with files of as many bits. ``bfloat16``: it runs
+    each with activations in bfloat16 too, to be compared with programs that round them.
     """
     deltafin = [sys.executable, "-c", "from deltafin.cli import main; main()", "bench", str(folder)]
     deltafin += ["--json", "--contexts", f"0,{PREFILL}", "--threads", str(threads)]
@@ -73,6 +75,9 @@ def programs(
     for name, experts in (("int8", "int8"), ("int8 + MXFP4", "mxfp4")) if packed else ():
         options = ["--resident", "int8", "--experts", experts]
         found.append(Program(f"deltafin {name}", deltafin + options, read_deltafin))
+    for program in found[:] if bfloat16 else ():
+        command = [*program.command, "--dtype", "bfloat16"]
+        found.append(Program(f"{program.name}, in bfloat16", command, read_deltafin))
     for file in gguf if llama_bench else ():
         command = [str(llama_bench), "-m", str(file), "-p", str(PREFILL), "-n", str(DECODE), "-t", str(threads)]
         found.append(Program(f"llama.cpp {file.stem}", [*command, "-r", "3", "-o", "json"], read_llama))
@@ -133,6 +138,7 @@ def has(python: str, module: str) -> bool:
 @click.option("--mlx", default=sys.executable, metavar="PYTHON", help="Interpreter that has mlx-lm.")
 @click.option("--threads", type=click.IntRange(min=1), default=os.cpu_count(), metavar="N", help="Default: all.")
 @click.option("--packed", is_flag=True, help="Run deltafin with int8 and with int8 and MXFP4 weights too.")
+@click.option("--bfloat16", is_flag=True, help="Run deltafin with activations in bfloat16 too.")
 @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, metavar="N")
 def main(
     folder: Path,
@@ -142,6 +148,7 @@ def main(
     mlx: str,
     threads: int,
     packed: bool,
+    bfloat16: bool,
     rounds: int,
 ) -> None:
     """Print a table of speeds."""
@@ -149,7 +156,7 @@ def main(
     present = {name: python for name, (python, module) in others.items() if has(python, module)}
     for name in [n for n in others if n not in present] + ([] if llama_bench and gguf else ["llama.cpp"]):
         click.echo(f"{name} is left out: not installed, or nothing for it to run", err=True)
-    entrants = programs(folder, gguf, threads, llama_bench, present, packed)
+    entrants = programs(folder, gguf, threads, llama_bench, present, packed, bfloat16)
     turns = compete(entrants, rounds, lambda text: click.echo(text, err=True))
     click.echo("\n".join(table(turns)))
 

@@ -84,6 +84,8 @@ def test_deltafin_is_measured_by_its_own_command(tmp_path):
     ours, llama = peers.programs(tmp_path, [tmp_path / "x.gguf"], 1, "llama-bench", {})
     assert ours.command[-6:] == [str(tmp_path), "--json", "--contexts", "0,512", "--threads", "1"]
     assert llama.name == "llama.cpp x"
+    names = [p.name for p in peers.programs(tmp_path, [], 1, None, {}, packed=True, bfloat16=True)]
+    assert names[::3] == ["deltafin", "deltafin, in bfloat16"]
     rows = [{"context": 0, "decode_tok_s": 7.0, "prefill_tok_s": None}]
     rows += [{"context": 512, "decode_tok_s": 6.0, "prefill_tok_s": 90.0}]
     assert peers.read_deltafin(json.dumps({"rows": rows})) == peers.Turn(90.0, 7.0)
