@@ -40,7 +40,12 @@ def allowed() -> bool:
 
 
 def _tile(b: ir.IRBuilder, name: str, *operands: int | ir.Value) -> None:
-    """An instruction over tiles, by their numbers; addresses are its only values of 64 bits before a stride."""
+    """An instruction over tiles, by their numbers, and over addresses and strides; nothing where it is not KNOWN.
+
+    What calls it is compiled everywhere, and run where there are tiles.
+    """
+    if not KNOWN:
+        return
     given = [ir.Constant(I8, o) if isinstance(o, int) else o for o in operands]
     call(b, f"llvm.x86.{name}", ir.VoidType(), *given)
 
