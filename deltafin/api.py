@@ -17,6 +17,8 @@ from deltafin.chat import ChatFormat, chat_format
 from deltafin.config import KDA, ModelConfig, MoE
 from deltafin.errors import ChatError, UsageError
 from deltafin.executor import PACKED, assemble
+from deltafin.gpu import Placed
+from deltafin.gpu import placed as gpu_of
 from deltafin.model.decoder import SLICE, Decoder, forward
 from deltafin.reply import Piece
 from deltafin.sampling import Sampler
@@ -27,6 +29,7 @@ from deltafin.store import Store, open_model
 from deltafin.tiers import READERS, Tiers
 from deltafin.tokenizer import Tokenizer
 from deltafin.trace import Step, TraceFile, Watch, watched
+from deltafin.transfer import CARRIED
 
 Message = Mapping[str, Any]
 """A message in the usual shape: role, content, and what belongs to it."""
@@ -41,6 +44,9 @@ SMALL = 100 << 20
 
 BACKENDS = ("auto", "numba", "reference")
 
+TRIES = 3
+"""How often a model is placed on a GPU whose memory other programs take meanwhile."""
+
 
 def load(
     name_or_path: str | Path = "nano",
@@ -54,6 +60,8 @@ def load(
     pin: int = 0,
     lookahead: bool | None = None,
     readers: int = READERS,
+    place: str = "auto",
+    gpu: str | int | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> "Model":
     """Open a model: ``"nano"``, the folder of a Hugging Face snapshot or of a store, or the name of what was pulled.
@@ -77,6 +85,12 @@ def load(
     ``lookahead`` says whether experts are read before it is certain that they are needed (default: where that is
     measured to be a gain). None of it changes an answer. See ``Model.stats`` and ``docs/tiers.md``.
 
+    ``place`` is where the model runs: ``"cpu"``; ``"gpu"``, as much of it as fits in the memory of CUDA GPUs;
+    ``"hybrid"``, the same with recurrent layers kept on the processor; or ``"auto"``, the fastest of these by the
+    machine's measured speeds (a small model, and another ``backend`` or ``dtype`` than GPUs have, stay on the CPU).
+    ``gpu`` is how much GPU memory may be used, a promise as ``ram`` is, one size or as many as there are GPUs
+    (``"20GB,20GB"``). See ``docs/gpu.md``.
+
     Raises ``CheckpointError`` or ``ConfigError`` naming what is wrong with the files, ``UsageError`` for an argument
     that cannot work.
     """
@@ -94,49 +108,76 @@ def load(
         threads = 1 if store.totals["bytes"] < SMALL else machine.threads()
     table = ops.REFERENCE if backend == "reference" else ops.ready("numba", threads, machine.cores(), progress)
     torch.set_num_threads(threads)  # after the kernels' pool has started, which sets it to its own
-    most, slots = _slots(store, ram, DTYPES[dtype], resident, experts)
-    if slots is None:
-        if pin or lookahead is not None:
+    most = placement.bytes_of(ram) if ram is not None else int(machine.memory().available * placement.SHARE)
+    kept, needs = heat.file_of(store.fingerprint), demand.of_files(store, resident, experts, DTYPES[dtype].itemsize)
+    place = _place(store, place, gpu, backend, dtype)
+    tries = 0
+    while True:
+        there = gpu_of(
+            *(store.path, needs, table), place=place, gpu=gpu, ram=most, heat=heat.read(kept), progress=progress
+        )
+        slots = _slots(store, ram is not None, most, there.placement.left if there else needs, experts)
+        if slots is None and (pin or lookahead is not None):
             what = "pin" if pin else "lookahead"
             raise UsageError(f"{what} means nothing here: no experts are read while the model runs", "give ram as well")
-        return Model(store, table, DTYPES[dtype], resident, experts, progress)
-    kept = heat.file_of(store.fingerprint)
-    tiers = Tiers(store, slots, ram=most, heat=heat.read(kept), lookahead=lookahead, readers=readers)
-    model = Model(store, table, DTYPES[dtype], resident, experts, progress, tiers)
-    if pin:
+        tiers = None
+        if slots is not None:
+            tiers = Tiers(store, slots, ram=most, heat=heat.read(kept), lookahead=lookahead, readers=readers)
+        try:
+            model = Model(store, table, DTYPES[dtype], resident, experts, progress, tiers, there)
+            break
+        except torch.OutOfMemoryError as error:  # somebody else was faster
+            torch.cuda.empty_cache()
+            tries += 1
+            if tries == TRIES:
+                raise UsageError("other programs take the GPU's memory", "use --place cpu, or end them") from error
+    policies = [pool.policy for pool in tiers.pools.values()] if tiers else []
+    if tiers and pin:
         if progress:
             progress(f"reading the {pin} hottest experts")
         tiers.pin(pin)
-    if kept:
-        weakref.finalize(tiers, heat.keep, kept, [pool.policy for pool in tiers.pools.values()])
+    if there:
+        policies.append(there.policy)
+    if kept and policies:
+        weakref.finalize(model, heat.keep, kept, policies)
     return model
 
 
+def _place(store: Snapshot | Store, place: str, gpu: str | int | None, backend: str, dtype: str) -> str:
+    """Return ``place``, or "cpu" where it is left open and no GPU would help, or has what is asked for."""
+    if dtype == "float64" and (place not in ("auto", "cpu") or gpu is not None):
+        raise UsageError("float64 is not computed on a GPU", "leave place and gpu out")
+    open_ = place == "auto" and gpu is None
+    return "cpu" if open_ and (store.totals["bytes"] < SMALL or backend != "auto" or dtype == "float64") else place
+
+
 def _slots(
-    store: Snapshot | Store, ram: str | int | None, dtype: torch.dtype, resident: str, experts: str
-) -> tuple[int, dict[int, int] | None]:
-    """Return how much memory there is, and slots for experts in it: None where none are needed, or cannot help."""
-    sizes = {i: store.slot_bytes(i) for i, layer in enumerate(store.config.layers) if isinstance(layer.ffn, MoE)}
-    most = placement.bytes_of(ram) if ram is not None else int(machine.memory().available * placement.SHARE)
-    if ram is None and (not sizes or 2 * store.totals["bytes"] < most):
-        return most, None
-    needs = demand.of_files(store, resident, experts, dtype.itemsize)
+    store: Snapshot | Store, promised: bool, most: int, needs: placement.Demand, experts: str
+) -> dict[int, int] | None:
+    """Return slots for experts in ``most`` bytes of memory: None where none are needed, or cannot help.
+
+    ``needs`` is what is asked of this memory; ``promised`` says that no more than ``most`` may be used.
+    """
+    layers = (i for i, layer in enumerate(store.config.layers) if isinstance(layer.ffn, MoE))
+    sizes = {i: store.slot_bytes(i) for i in layers if needs.layers[i].experts}
+    if not promised and (not sizes or 2 * needs.weights < most):
+        return None
     try:
         slots = slots_within(most, needs, sizes, needs.context)
     except UsageError:
-        if ram is not None:
+        if promised:
             raise
-        return most, None  # the system pages in what it can: slow, but nobody promised anything
-    if ram is None and sum(size * count for size, count in slots.items()) >= sum(
+        return None  # the system pages in what it can: slow, but nobody promised anything
+    if not promised and sum(size * count for size, count in slots.items()) >= sum(
         size * needs.layers[i].experts for i, size in sizes.items()
     ):
-        return most, None
+        return None
     if experts != "keep" and any(store.expert_formats[i] - PACKED for i in sizes):
         raise UsageError(
             f"experts {experts!r} would be packed into memory, more of them than there is room for",
             "deltafin convert packs them on the disk",
         )
-    return most, slots if sizes else None
+    return slots if sizes else None
 
 
 class Model:
@@ -151,14 +192,18 @@ class Model:
         experts: str = "keep",
         progress: Callable[[str], None] | None = None,
         tiers: Tiers | None = None,
+        there: Placed | None = None,
     ) -> None:
         self._store = store
         self._tiers = tiers
+        self.placed = there
+        """What of it is on GPUs, if anything is."""
         self.path = store.path
         self.name = "nano" if store.path == library.EMBEDDED else library.title(store.path)
         self.config: ModelConfig = store.config
         self.decoder: Decoder
-        self.decoder, self._saved = assemble(store, table, dtype, resident, experts, progress, tiers)
+        about = {} if there is None else {"homes": there.homes, "head": there.head, "policy": there.policy}
+        self.decoder, self._saved = assemble(store, table, dtype, resident, experts, progress, tiers, **about)
         chosen = {"resident": resident, "experts": experts}
         self._packed = {what: chosen[what] for what in self._saved}
         self._watch: Watch | None = None
@@ -172,7 +217,7 @@ class Model:
 
     def in_dtype(self, dtype: torch.dtype) -> Decoder:
         """Return the same weights with another type of activations."""
-        return replace(self.decoder, dtype=dtype)
+        return replace(self.decoder, dtype=dtype, graphs=None)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -189,9 +234,6 @@ class Model:
         layers = self.config.layers
         totals = self._store.totals
         moe = next((layer.ffn for layer in layers if isinstance(layer.ffn, MoE)), None)
-        table = self.decoder.blocks[0].ops
-        replaced = list(ops.overrides(table))
-        backend = f"{table.name} ({table.form})" if table.form else table.name
         linear = sum(isinstance(layer.mixer, KDA) for layer in layers)
         about: dict[str, Any] = {
             "name": self.name,
@@ -210,13 +252,15 @@ class Model:
             )
             about["expert bytes"] = totals["expert bytes"] - self._saved["experts"]
             about["expert weights"] = self._held("experts", set[str]().union(*self._store.expert_formats.values()))
+        if self.placed is not None:
+            about |= self.placed.info()
         if self._tiers is not None:
             about |= self._tiers.info()
         return about | {
             "resident weights": self._held("resident"),
             "activations": str(self.decoder.dtype).removeprefix("torch."),
-            "threads": table.threads(),
-            "operations": f"{backend}: {', '.join(replaced)}" if replaced else f"{table.name} reference",
+            "threads": self.decoder.ops.threads(),
+            "operations": "; ".join(dict.fromkeys(map(_described, self.decoder.tables))),
             **self._store.origin,
             "skipped tensors": ", ".join(f"{count} {part}" for part, count in self._store.skipped.items()) or "none",
             "fingerprint": self.fingerprint[:16],
@@ -225,9 +269,12 @@ class Model:
     def stats(self) -> dict[str, Any]:
         """Return what was counted since the model was opened: bytes and seconds, in all and by layer, of tiers.
 
-        Since it is watched, also the ``"seconds"`` by part.
+        With a GPU, what was ``"carried"`` between memories, weights aside: ``"bytes"`` and ``"transfers"`` of all
+        models of this process. Since it is watched, also the ``"seconds"`` by part.
         """
         counted = {} if self._tiers is None else self._tiers.stats()
+        if self.placed is not None:
+            counted |= {"carried": dict(CARRIED), "notes": [*self.placed.notes, *counted.get("notes", ())]}
         return counted if self._watch is None else counted | {"seconds": dict(self._seconds)}
 
     def watch(
@@ -472,6 +519,12 @@ class Conversation(Session):
         super()._restore(about, saved)
         self.messages, self.thinking = list(about.get("messages", [])), about.get("thinking")
         self.options = dict(about.get("options", {}))
+
+
+def _described(table: ops.Ops) -> str:
+    """Say which operations a table has of its own, and on which form of a processor they run."""
+    replaced = ", ".join(ops.overrides(table))
+    return f"{table.name}{f' ({table.form})' if table.form else ''}: {replaced}" if replaced else "torch reference"
 
 
 def _since(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:

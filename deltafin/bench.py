@@ -6,23 +6,30 @@ out. Speeds are tokens or 1e9 bytes a second.
 """
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from deltafin.captured import forward
 from deltafin.config import KDA, MLA, MoE, SiLU, SiTU
 from deltafin.demand import of_decoder
 from deltafin.errors import UsageError
-from deltafin.measure import ARENA, bandwidth, median, room
-from deltafin.model.decoder import Decoder, State, forward
-from deltafin.ops import DeltaState, DeltaWeights, Expert, Ops
-from deltafin.placement import RAM, roofline
+from deltafin.experts import SplitExperts
+from deltafin.gpu import Placed
+from deltafin.measure import ARENA, bandwidth, gpu, median, room
+from deltafin.model.decoder import Decoder, State
+from deltafin.model.decoder import forward as plain
+from deltafin.ops import DeltaState, DeltaWeights, Expert, Ops, Stack
+from deltafin.placement import RAM, Demand, roofline
 from deltafin.quant import MXFP4, Int8
 from deltafin.session import PIECE
+from deltafin.trace import Step, Watch, watched
 
 CONTEXTS = (128, 1024, 4096)
 """Context lengths that a model is measured at unless others are asked for."""
@@ -36,6 +43,11 @@ SECONDS = 2.0
 CALLS = 0.35
 """Seconds that one operation is measured."""
 
+CPU = torch.device("cpu")
+
+GPU_ARENA = 1 << 30
+"""Bytes of a GPU's memory that its operations are measured over: many times its cache."""
+
 Progress = Callable[[str], None]
 
 
@@ -43,6 +55,7 @@ class Measurable(Protocol):
     """What is needed of a model."""
 
     name: str
+    placed: Placed | None
 
     @property
     def decoder(self) -> Decoder:
@@ -54,9 +67,9 @@ class Measurable(Protocol):
 class Speed:
     """A model at one context.
 
-    ``share`` is ``gbs`` over the bandwidth of reading, and so the measured over the predicted speed of decoding; a
-    model that fits into a cache may exceed 1. ``prefill_tok_s`` is of up to ``PIECE`` tokens that end at the context;
-    with context 0 there are none.
+    ``predicted_tok_s`` is what the bandwidths of the memories allow at best, ``share`` the measured speed of decoding
+    over it; a model that fits into a cache may exceed 1. ``prefill_tok_s`` is of up to ``PIECE`` tokens that end at
+    the context; with context 0 there are none.
     """
 
     context: int
@@ -69,14 +82,33 @@ class Speed:
 
 
 @dataclass(frozen=True)
+class Family:
+    """A part of a token after the longest context: one of ``trace.PARTS``, the bytes it moves, and how fast it was.
+
+    Each part is waited for, so on a GPU they take longer together than a token that is captured as a whole.
+    """
+
+    part: str
+    milliseconds: float
+    bytes: int
+    gbs: float
+
+
+@dataclass(frozen=True)
 class Report:
-    """A model on this machine: which operations ran, on how many threads, how fast these can read memory."""
+    """A model on this machine: which operations ran, on how many threads, how fast these can read memory.
+
+    ``place`` is where it ran (see ``placement.PLACES``), ``gpu_gbs`` the GPU's bandwidth where it has a part.
+    """
 
     model: str
     backend: str
     threads: int
     read_gbs: float
     rows: list[Speed]
+    place: str = "cpu"
+    gpu_gbs: float = 0.0
+    parts: Sequence[Family] = ()
 
 
 @dataclass(frozen=True)
@@ -107,14 +139,20 @@ def size(thing: Any) -> int:
 def bytes_per_token(decoder: Decoder, context: int) -> int:
     """Return the bytes that decoding one token after ``context`` others must move: see ``Demand``."""
 
+    return _demand(decoder).bytes_per_token(context)
+
+
+def _demand(decoder: Decoder) -> Demand:
     def chosen(block: Any) -> int:
         ids_NE = torch.arange(block.layer.ffn.chosen)[None]
-        return block.ffn.experts(None, ids_NE, None, None, replace(block.ops, experts=_bytes_of_experts))
+        experts: Any = block.ffn.experts
+        experts = experts.rest if isinstance(experts, SplitExperts) else experts
+        return experts(None, ids_NE, None, None, replace(block.ops, experts=_bytes_of_experts))
 
-    return of_decoder(decoder, size, chosen).bytes_per_token(context)
+    return of_decoder(decoder, size, chosen)
 
 
-def _bytes_of_experts(x_NM: Any, ids_NE: Tensor, weight_NE: Any, expert: Callable[[int], Expert], kind: Any) -> int:
+def _bytes_of_experts(x_NM: Any, ids_NE: Tensor, weight_NE: Any, expert: Callable[[int], Expert], *_: Any) -> int:
     """Stand in for the operation ``experts``, and so find experts wherever they live: return the bytes chosen."""
     return sum(size(expert(x)) for x in ids_NE[0].tolist())
 
@@ -126,7 +164,7 @@ def measure(model: Measurable, contexts: Sequence[int] | None = None, progress: 
     ``progress`` is called with what comes next.
     """
     tell = progress or (lambda what: None)
-    decoder, threads = model.decoder, model.decoder.blocks[0].ops.threads()
+    decoder, threads = model.decoder, model.decoder.ops.threads()
     tell("memory")
     read_gbs, _ = bandwidth(threads)
     tell("warming up")
@@ -143,20 +181,56 @@ def measure(model: Measurable, contexts: Sequence[int] | None = None, progress: 
         if not asked and reading and context / reading > PATIENCE:
             break
         tell(f"context {context}")
-        rows.append(_at(decoder, context, read_gbs))
-    return Report(model.name, decoder.blocks[0].ops.name, threads, read_gbs, rows)
+        rows.append(_at(decoder, context, partial(_predicted, model, read_gbs)))
+    tell("parts of a token")
+    families = parts(decoder, rows[-1].context)
+    backends = ", ".join(dict.fromkeys(ops.name for ops in decoder.tables))
+    if model.placed is None:
+        return Report(model.name, backends, threads, read_gbs, rows, parts=families)
+    there = model.placed.placement
+    return Report(model.name, backends, threads, read_gbs, rows, there.place, there.machine.gpu_gbs, families)
 
 
-def _at(decoder: Decoder, context: int, read_gbs: float) -> Speed:
+def _predicted(model: Measurable, read_gbs: float, context: int, moved: int) -> float:
+    """Return tokens/s if nothing but memory took time: ``moved`` bytes a token, where they are."""
+    if model.placed is None:
+        return 1 / roofline({RAM: moved}, {RAM: read_gbs})[RAM]
+    p = model.placed.placement
+    return replace(p, machine=replace(p.machine, ram_gbs=read_gbs), context=context).tokens_per_second
+
+
+def parts(decoder: Decoder, context: int) -> list[Family]:
+    """Return what the parts of a token take after a context of so many tokens."""
+    watch, state, steps = Watch(), decoder.empty_state(), list[Step]()
+    _read(decoder, state, context)
+    slow = watched(decoder, watch)
+    for i, token in enumerate(_tokens(decoder, 12).split(1, 1)):
+        if i == 2:  # two to warm up
+            watch.on_step.append(steps.append)
+        plain(slow, state, token)
+    layers = _demand(decoder).layers
+    sizes = {
+        "experts": sum(layer.chosen * layer.expert for layer in layers),
+        "attention": sum(layer.mixer + 2 * layer.state + layer.position * context for layer in layers),
+        "head": _demand(decoder).head,
+    }
+    sizes["other"] = bytes_per_token(decoder, context) - sum(sizes.values())
+    found = list[Family]()
+    for part, amount in sizes.items():
+        seconds = statistics.median(step.by_part()[part] for step in steps)
+        found.append(Family(part, 1000 * seconds, amount, amount / max(seconds, 1e-9) / 1e9))
+    return found
+
+
+def _at(decoder: Decoder, context: int, prediction: Callable[[int, int], float]) -> Speed:
     state, piece = decoder.empty_state(), min(context, PIECE)
     _read(decoder, state, context - piece)
     prefill = _reading(decoder, state, piece, SECONDS) if piece else None
     _read(decoder, state, piece)
     decode = _decoding(decoder, state, SECONDS)
     moved = bytes_per_token(decoder, context)
-    gbs = moved * decode / 1e9
-    predicted = 1 / roofline({RAM: moved}, {RAM: read_gbs})[RAM]
-    return Speed(context, prefill, decode, moved, gbs, gbs / read_gbs, predicted)
+    predicted = prediction(context, moved)
+    return Speed(context, prefill, decode, moved, moved * decode / 1e9, decode / predicted, predicted)
 
 
 def _tokens(decoder: Decoder, count: int) -> Tensor:
@@ -180,6 +254,8 @@ def _reading(decoder: Decoder, state: list[State], count: int, seconds: float) -
         forward(decoder, after, tokens)
         return time.perf_counter() - began
 
+    if any(table.device.type == "cuda" for table in decoder.tables):
+        once()  # compiles what was never compiled
     return count / median(once, seconds)
 
 
@@ -243,26 +319,26 @@ SMALL = MoE(64, 8, 512, 512, SILU, latent=1024)
 class Arena:
     """Memory that weights are cut from, round and round: larger than a cache, so that none is met there again."""
 
-    def __init__(self, room: int) -> None:
+    def __init__(self, room: int, device: torch.device = CPU) -> None:
         random = torch.Generator().manual_seed(0)
-        tile = (torch.randn(1 << 19, generator=random) / 50).bfloat16().view(torch.uint8)
-        self.room = room
+        tile = (torch.randn(1 << 19, generator=random) / 50).bfloat16().view(torch.uint8).to(device)
+        self.room, self.device = room, device
         self._noise = _Ring(tile.repeat(room // tile.numel()))
-        self._scales = _Ring(torch.randint(118, 122, (room // 16,), dtype=torch.uint8, generator=random))
+        self._scales = _Ring(torch.randint(118, 122, (room // 16,), dtype=torch.uint8, generator=random).to(device))
 
     def tensor(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the next part of the memory, of small random values as bfloat16 and float32."""
         return self._noise.take(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
-    def weight(self, form: str, outputs: int, inputs: int) -> Any:
-        """Return a matrix [O, I] in one of ``FORMS``."""
+    def weight(self, form: str, *shape: int) -> Any:
+        """Return a matrix [O, I], or several of them, in one of ``FORMS``."""
+        *outer, inputs = shape
         if form == "bf16":
-            return self.tensor(outputs, inputs, dtype=torch.bfloat16)
+            return self.tensor(*shape, dtype=torch.bfloat16)
         if form == "int8":
-            codes = self.tensor(outputs, inputs, dtype=torch.int8)
-            return Int8(codes, torch.full((outputs,), 1e-3))
-        codes = self.tensor(outputs, inputs // 2, dtype=torch.uint8)
-        return MXFP4(codes, self._scales.take(outputs * inputs // 32).view(outputs, -1))
+            return Int8(self.tensor(*shape, dtype=torch.int8), torch.full(outer, 1e-3, device=self.device))
+        codes = self.tensor(*outer, inputs // 2, dtype=torch.uint8)
+        return MXFP4(codes, self._scales.take(math.prod(shape) // 32).view(*outer, -1))
 
 
 FORMS = ("bf16", "int8", "MXFP4")
@@ -302,9 +378,19 @@ class Case:
         """Return calls on different memory, together once round the arena."""
         calls, used = list[Call](), 0
         while used < arena.room:
-            calls.append(self.call(arena))
-            used += calls[-1].moved
+            call = self.call(arena)
+            calls.append(Call(tuple(_there(a, arena.device) for a in call.arguments), call.moved))
+            used += call.moved
         return calls
+
+
+def _there(argument: Any, device: torch.device) -> Any:
+    """Return an argument with its tensors in the memory of ``device``."""
+    if isinstance(argument, Tensor):
+        return argument.to(device)
+    if isinstance(argument, DeltaWeights | DeltaState):
+        return type(argument)(*(tensor.to(device) for tensor in argument))
+    return argument
 
 
 def cases() -> Iterator[Case]:
@@ -353,13 +439,15 @@ def kernels(table: Ops, threads: int, progress: Progress | None = None) -> list[
         needed = f"measuring operations needs {4 * ARENA >> 20} MiB of free memory"
         raise UsageError(needed, "end other programs, or measure a model instead")
     tell("memory")
-    before = bandwidth(threads)
-    arena, speeds = Arena(ARENA), list[tuple[Case, float]]()
+    on_gpu = table.device.type == "cuda"
+    before = (gpu()["gpu_gbs"],) * 2 if on_gpu else bandwidth(threads)  # type: ignore[index]
+    arena, speeds = Arena(GPU_ARENA if on_gpu else ARENA, table.device), list[tuple[Case, float]]()
     for case in cases():
         tell(f"{case.kernel} {case.shape}")
-        speeds.append((case, speed(getattr(table, case.kernel), case.calls(arena), CALLS)))
+        timed = captured_speed if on_gpu else speed
+        speeds.append((case, timed(getattr(table, case.kernel), case.calls(arena), CALLS)))
     tell("memory again")
-    read, change = map(max, before, bandwidth(threads, warm=0.2))
+    read, change = before if on_gpu else map(max, before, bandwidth(threads, warm=0.2))
     rows = []
     for case, gbs in speeds:
         limit = change if case.kernel == "delta_net" else read
@@ -377,6 +465,25 @@ def speed(kernel: Callable[..., Any], calls: list[Call], seconds: float) -> floa
         began = time.perf_counter()
         kernel(*call.arguments)
         return (time.perf_counter() - began) / call.moved
+
+    once()
+    return 1e-9 / median(once, seconds)
+
+
+def captured_speed(kernel: Callable[..., Any], calls: list[Call], seconds: float) -> float:
+    """Return the median GB/s of ``calls`` that are captured one after the other, as decoding is."""
+    kernel(*calls[0].arguments)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            kernel(*call.arguments)
+
+    def once() -> float:
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        graph.replay()
+        torch.cuda.synchronize()
+        return (time.perf_counter() - began) / sum(call.moved for call in calls)
 
     once()
     return 1e-9 / median(once, seconds)
@@ -419,12 +526,18 @@ def _gated(shapes: Shapes, form: str, rows: int) -> Case:
 
 
 def _experts(name: str, moe: MoE, width: int, form: str, rows: int) -> Case:
-    """Every row chooses at random; the chosen ones lie in the arena in no order."""
+    """Every row chooses at random; the chosen ones lie in the arena in no order, or on a GPU in a stack."""
 
     def call(arena: Arena) -> Call:
         ids = torch.stack([torch.randperm(moe.experts)[: moe.chosen].sort().values for _ in range(rows)])
         found = ids.unique()
         shapes = (moe.width, width), (moe.width, width), (width, moe.width)
+        if arena.device.type == "cuda":
+            ids = torch.searchsorted(found, ids)
+            stack = Stack(*(arena.weight(form, len(found), *shape) for shape in shapes))
+            return Call(
+                (torch.randn(rows, width), ids, torch.rand(rows, moe.chosen), stack, moe.activation), size(stack)
+            )
         experts = {
             x: Expert(*(arena.weight(form, *shape) for shape in shapes))
             for x in found[torch.randperm(len(found))].tolist()

@@ -61,6 +61,8 @@ def demand(
             _mixer(layer, activation),
             weights=sum(size[f"layers.{i}.{part}"] for part in ("norms", "mixer", "ffn")),
             flops=sum(flops[f"layers.{i}.{part}"] for part in ("mixer", "ffn")) + _recurrence(layer),
+            mixer=size[f"layers.{i}.mixer"],
+            mixer_flops=flops[f"layers.{i}.mixer"] + _recurrence(layer),
             **_experts(config, layer, expert, i, experts),
         )
         for i, layer in enumerate(config.layers)

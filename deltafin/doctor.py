@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from deltafin import __version__, machine
@@ -135,13 +136,21 @@ def _gpu() -> Iterator[Check]:
         driver = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").splitlines()[0]
     import torch
 
+    from deltafin import ops
+
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
             about = torch.cuda.get_device_properties(i)
             text = f"{about.name}, {about.total_memory / 1e9:.1f} GB, CUDA {torch.version.cuda}, {driver}"
-            yield Check("gpu", "ok", f"{text.rstrip(', ')}; deltafin does not run on GPUs yet")
+            text = text.rstrip(", ")
+            if (about.major, about.minor) < ops.OLDEST:
+                yield Check("gpu", "warning", f"{text}: older than compute capability 7.5, so it is not used")
+            elif find_spec("triton"):
+                yield Check("gpu", "ok", text)
+            else:
+                yield Check("gpu", "warning", f"{text}, but Triton is missing", "pip install 'deltafin[gpu]'")
     elif driver:
-        hint = "it would need a torch that is built for CUDA; deltafin does not run on GPUs yet"
+        hint = "install a torch that is built for CUDA"
         yield Check("gpu", "warning", f"{driver}, but torch {torch.__version__} does not use it", hint)
     else:
         yield Check("gpu", "ok", "none that torch can use")

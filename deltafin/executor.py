@@ -1,25 +1,29 @@
 """Put a model together: read its weights, check them, pack what is to be packed, return a decoder that can run."""
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from deltafin.captured import graphs_for
 from deltafin.config import MoE
 from deltafin.errors import CheckpointError, UsageError
-from deltafin.experts import MappedExperts, PackedExperts
+from deltafin.experts import MappedExperts, PackedExperts, SplitExperts, StackedExperts, stacked
 from deltafin.foresight import Guess
 from deltafin.model.decoder import Block, Decoder, Part, parts
 from deltafin.ops import Expert, Ops
+from deltafin.placement import GPU, Placement
+from deltafin.policy import AgedFrequency, Key
 from deltafin.quant import GROUP, pack_int8, pack_mxfp4
 from deltafin.snapshot import Snapshot
 from deltafin.store import Store
 from deltafin.tiers import Tiers
-from deltafin.weights import Weight, bind, matrices
+from deltafin.transfer import moved
+from deltafin.weights import Weight, bind, matrices, specs
 
 PACK = {"int8": pack_int8, "mxfp4": partial(pack_mxfp4, closest=True)}
 
@@ -32,6 +36,15 @@ PACKED = {"MXFP4", "INT8"}
 """Formats of experts that are not packed again when a model is opened."""
 
 
+@dataclass(frozen=True)
+class Home:
+    """Where a layer lives: the operations of its mixer and of the rest, and which of its experts are with the rest."""
+
+    mixer: Ops
+    rest: Ops
+    held: Sequence[int] = ()
+
+
 def assemble(
     store: Snapshot | Store,
     ops: Ops,
@@ -40,8 +53,14 @@ def assemble(
     experts: str = "keep",
     progress: Callable[[str], None] | None = None,
     tiers: Tiers | None = None,
+    homes: Sequence[Home] = (),
+    head: Ops | None = None,
+    policy: AgedFrequency | None = None,
 ) -> tuple[Decoder, Counter[str]]:
     """Bind every weight of ``store``; ``dtype`` is the type of the residual stream.
+
+    ``ops`` are the processor's, and run everything unless ``homes`` say otherwise, one a layer, and ``head``. What
+    is used of experts that are divided between a GPU and memory is noted in ``policy``.
 
     Weights keep the type and the place they are stored in ("keep"), or matrices that are stored plain are packed into
     memory one by one: routed experts as ``experts`` says, all others as ``resident`` says. With the decoder comes how
@@ -50,32 +69,105 @@ def assemble(
 
     Raises ``CheckpointError`` on a wrong shape, or for a matrix to be packed that holds infinities.
     """
-    bound: dict[str, Any] = {}
+    homes, bound = homes or [Home(ops, ops)] * len(store.config.layers), dict[str, Any]()
     for part in parts(store.config):
-        bound[part.prefix] = _bind(store, part, tiers, partial(_guess, part, bound, store.config.eps, ops))
+        there = homes[part.layer].rest if part.layer is not None else ops
+        bound[part.prefix] = _bind(store, part, tiers, partial(_guess, part, bound, store.config.eps, there))
     saved = Counter[str]()
     for part in parts(store.config) if (resident, experts) != ("keep", "keep") else ():
         if progress:
-            layer = part.prefix.split(".")[1:2]
-            where = f"layer {int(layer[0]) + 1} of {len(store.config.layers)}" if layer else "the head"
-            progress(f"packing {where}")
+            progress(f"packing {_where(part, store)}")
         bound[part.prefix] = _packed(store, part, bound[part.prefix], resident, experts, saved)
+    for part in parts(store.config):
+        home = Home(head or ops, head or ops) if part.layer is None else homes[part.layer]
+        if any(table.device != ops.device for table in (home.mixer, home.rest)) or home.held:
+            if progress:
+                progress(f"bringing {_where(part, store)} to the GPU")
+            bound[part.prefix] = _settled(store, part, bound[part.prefix], home, ops, policy)
     blocks = tuple(
         Block(
-            *(layer, bound[f"layers.{i}.norms"], bound[f"layers.{i}.mixer"], bound[f"layers.{i}.ffn"], ops),
+            *(layer, bound[f"layers.{i}.norms"], bound[f"layers.{i}.mixer"], bound[f"layers.{i}.ffn"], home.rest),
+            mixer_ops=None if home.mixer is home.rest else home.mixer,
             ahead=tiers.foresight.see if tiers and isinstance(layer.ffn, MoE) else None,
         )
-        for i, layer in enumerate(store.config.layers)
+        for i, (layer, home) in enumerate(zip(store.config.layers, homes, strict=True))
     )
-    return Decoder(store.config, bound["edges"], blocks, dtype), saved
+    head = head or ops
+    graphs = graphs_for(blocks, head.device) if dtype != torch.float64 else None
+    return Decoder(store.config, bound["edges"], blocks, head, dtype, graphs), saved
+
+
+def homes(
+    p: Placement, cpu: Ops, gpus: Sequence[Ops], devices: Sequence[int], heat: Iterable[Key]
+) -> tuple[list[Home], Ops]:
+    """Return where every layer lives, and the head's operations.
+
+    ``devices`` says which of ``gpus`` a layer is on, if on any (see ``placement.spread``). Of experts that do not all
+    fit, those come first that come first in ``heat``.
+    """
+    ranked: dict[int, list[int]] = {}
+    for layer, x in heat:
+        ranked.setdefault(layer, []).append(x)
+    found = list[Home]()
+    for i, layer in enumerate(p.demand.layers):
+        if p.tier(i) != GPU:
+            found.append(Home(cpu, cpu))
+            continue
+        gpu = gpus[devices[i]]
+        order = dict.fromkeys([*ranked.get(i, []), *range(layer.experts)])
+        held = tuple(sorted(list(order)[: p.slots(layer)[GPU]]))
+        found.append(Home(cpu if p.apart(i) else gpu, gpu, held))
+    return found, gpus[devices[-1]] if p.tier(len(found)) == GPU else cpu
+
+
+def _where(part: Part, store: Snapshot | Store) -> str:
+    return "the head" if part.layer is None else f"layer {part.layer + 1} of {len(store.config.layers)}"
+
+
+def _settled(
+    store: Snapshot | Store, part: Part, weights: Any, home: Home, ops: Ops, policy: AgedFrequency | None
+) -> Any:
+    """Return ``weights`` where they are to live; the pages of what was copied are given back."""
+    there: dict[str, Any] = {}
+    for field, _ in specs(part.weights, part.config):
+        tensor = getattr(weights, field)
+        mixer = part.prefix.endswith(".mixer") or (part.prefix.endswith(".norms") and field == "mixer")
+        device = (home.mixer if mixer else home.rest).device
+        if field != "embed" and tensor is not None and device != ops.device:
+            there[field] = tensor.to(device)
+            store.release(f"{part.prefix}.{field}")
+    if isinstance(part.config, MoE) and home.held:
+        there["experts"] = _divided(store, part, weights.experts, home, ops, policy)
+    return replace(weights, **there)
+
+
+def _divided(
+    store: Snapshot | Store, part: Part, rest: Any, home: Home, ops: Ops, policy: AgedFrequency | None
+) -> StackedExperts | SplitExperts:
+    """Return a layer's experts with those that its home holds brought there; ``rest`` has all of them now."""
+    layer, count = part.layer, part.config.experts
+    assert layer is not None
+
+    def read(x: int) -> Expert:
+        expert = rest.held[x] if isinstance(rest, PackedExperts) else store.expert(layer, x)
+        store.release_expert(layer, x)
+        return expert
+
+    stack = stacked(map(read, home.held), len(home.held), home.rest.device, f"layer {layer} in {store.path}")
+    if len(home.held) == count:
+        return StackedExperts(stack)
+    if isinstance(rest, PackedExperts):
+        rest.held = {x: expert for x, expert in rest.held.items() if x not in home.held}
+    return SplitExperts(stack, home.held, count, rest, ops, policy or AgedFrequency(), layer)
 
 
 def _bind(store: Snapshot | Store, part: Part, tiers: Tiers | None, guess: Guess) -> Any:
     name = f"{part.prefix}.{{}}".format
     others: dict[str, Any] = {}
     if isinstance(part.config, MoE):
-        layer = int(part.prefix.split(".")[1])
-        others["experts"] = MappedExperts(partial(store.expert, layer)) if tiers is None else tiers.layer(layer, guess)
+        assert part.layer is not None
+        mapped = MappedExperts(partial(store.expert, part.layer))
+        others["experts"] = mapped if tiers is None else tiers.layer(part.layer, guess)
     return bind(
         part.weights,
         part.config,
@@ -89,7 +181,7 @@ def _bind(store: Snapshot | Store, part: Part, tiers: Tiers | None, guess: Guess
 def _guess(part: Part, bound: dict[str, Any], eps: float, ops: Ops, x_BTD: Tensor) -> list[int]:
     """Return the experts that a layer's router would choose for one row of the stream."""
     weights, norm = bound[part.prefix], bound[part.prefix.replace("ffn", "norms")].ffn
-    x_ND = ops.rms_norm(x_BTD, norm, eps).flatten(0, 1)
+    x_ND = ops.rms_norm(moved(x_BTD, ops.device), norm, eps).flatten(0, 1)
     ids_NE, _ = ops.route(
         *(x_ND, weights.router, weights.router_bias),
         *(part.config.chosen, part.config.renormalize, part.config.scale),
@@ -106,9 +198,9 @@ def _packed(store: Snapshot | Store, part: Part, weights: Any, resident: str, ex
             packed[field] = _pack(matrix, resident, store.describe(name))
             saved["resident"] += store.release(name) - packed[field].nbytes
     if isinstance(part.config, MoE) and experts != "keep":
-        layer = int(part.prefix.split(".")[1])
-        if store.expert_formats[layer] - PACKED:
-            held = [_expert(store, layer, x, experts, saved) for x in range(part.config.experts)]
+        assert part.layer is not None
+        if store.expert_formats[part.layer] - PACKED:
+            held = [_expert(store, part.layer, x, experts, saved) for x in range(part.config.experts)]
             packed["experts"] = PackedExperts(held)
     return replace(weights, **packed)
 

@@ -8,7 +8,8 @@ What remains stays on the disk. ``docs/performance.md`` derives the speeds.
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -101,8 +102,9 @@ class LayerDemand:
 
     ``weights`` are bytes that every token reads; ``state`` bytes that every token reads and writes, however long the
     context is; ``position`` bytes that are kept for each token of it, and read by every later one. ``flops`` are
-    operations a token, ``attention`` operations a token for each token before it. Of ``experts`` of ``expert`` bytes
-    each a token uses ``chosen``, at ``expert_flops`` operations each.
+    operations a token, ``attention`` operations a token for each token before it. ``mixer`` and ``mixer_flops`` are
+    those of the weights and operations that belong to the mixer of tokens. Of ``experts`` of ``expert`` bytes each a
+    token uses ``chosen``, at ``expert_flops`` operations each.
     """
 
     weights: int
@@ -114,6 +116,8 @@ class LayerDemand:
     chosen: int = 0
     expert: int = 0
     expert_flops: float = 0.0
+    mixer: int = 0
+    mixer_flops: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -207,7 +211,7 @@ class Placement:
 
     ``gpu_units`` of the layers (the head counts as one more) are on the GPU, the next ``ram_units`` in RAM, what
     comes after them stays on the disk. Each layer has room for ``gpu_slots`` experts on the GPU and ``ram_slots`` in
-    RAM, or for all it has.
+    RAM, or for all it has. In a ``hybrid``, recurrent mixers with their state are in RAM wherever their layer is.
     """
 
     demand: Demand
@@ -218,6 +222,42 @@ class Placement:
     gpu_slots: int
     ram_slots: int
     embed_in_ram: bool
+    hybrid: bool = False
+
+    @property
+    def place(self) -> str:
+        """The name of this way to place a model: one of ``PLACES``."""
+        return ("hybrid" if self.hybrid else "gpu") if self.gpu_units else "cpu"
+
+    def apart(self, unit: int) -> LayerDemand | None:
+        """The demand of a layer whose mixer is in RAM while the rest of it is on the GPU; None for any other."""
+        if not self.hybrid or unit >= min(self.gpu_units, len(self.demand.layers)):
+            return None
+        layer = self.demand.layers[unit]
+        return layer if layer.state else None
+
+    def on_gpu(self, unit: int) -> int:
+        """Bytes of a layer, or of the head, that live on the GPU."""
+        if self.tier(unit) != GPU:
+            return 0
+        if unit == len(self.demand.layers):
+            return self.demand.head
+        layer = self.demand.layers[unit]
+        apart = self.apart(unit)
+        held = layer.weights - layer.mixer if apart else layer.weights + self.demand.held(layer, self.context)
+        return held + self.slots(layer)[GPU] * layer.expert
+
+    @property
+    def left(self) -> Demand:
+        """What is asked of the memory beside the GPU."""
+        layers = list[LayerDemand]()
+        for i, layer in enumerate(self.demand.layers):
+            if self.tier(i) == GPU:
+                mixer = layer.mixer if self.apart(i) else 0
+                layer = replace(layer, weights=mixer, state=layer.state * bool(mixer), position=0)
+            layers.append(replace(layer, experts=layer.experts - self.slots(layer)[GPU]))
+        head = 0 if self.tier(len(layers)) == GPU else self.demand.head
+        return replace(self.demand, layers=tuple(layers), head=head)
 
     def tier(self, unit: int) -> str:
         """Where the weights of a layer live, or those of the head, the last unit."""
@@ -238,9 +278,11 @@ class Placement:
         for i, layer in enumerate(d.layers):
             tier = self.tier(i)
             weights, state, experts = moved(layer, self.context)
+            apart = layer.mixer if self.apart(i) else 0
             where: list[tuple[str, str, int, float]] = [
-                (names[0], GPU if tier == GPU else RAM, d.held(layer, self.context), state),
-                (names[1], tier, layer.weights, weights),
+                (names[0], GPU if tier == GPU and not apart else RAM, d.held(layer, self.context), state),
+                (names[1], tier, layer.weights - apart, weights - apart),
+                (names[1], RAM, apart, apart),
             ]
             for slot, count in self.slots(layer).items() if layer.experts else ():
                 where.append((names[2], slot, count * layer.expert, experts * count / layer.experts))
@@ -317,6 +359,9 @@ class Placement:
                 where = GPU if tier == GPU else RAM
                 weights, state, _ = moved(layer, before + tokens)
                 operations = tokens * (layer.flops + layer.attention * (before + tokens / 2))
+                if self.apart(i):
+                    total[RAM] += work(RAM, layer.mixer + state, tokens * layer.mixer_flops)
+                    weights, state, operations = weights - layer.mixer, 0, operations - tokens * layer.mixer_flops
                 total[where] += work(where, weights + state, operations)
                 total[DISK] += weights / m.disk_gbs / 1e9 * (tier == DISK)
                 if not layer.experts:
@@ -342,13 +387,28 @@ class Placement:
         return total
 
 
-def plan(demand: Demand, machine: Machine, context: int) -> Placement:
-    """Place a model on a machine for conversations of ``context`` tokens.
+PLACES = ("auto", "cpu", "gpu", "hybrid")
+"""Where a model may run: all of it on the processor; as much as fits on the GPU; the same without recurrent mixers."""
+
+
+def plan(demand: Demand, machine: Machine, context: int, place: str = "auto") -> Placement:
+    """Place a model on a machine for conversations of ``context`` tokens, in one of ``PLACES``; "auto" is the fastest.
 
     Raises ``UsageError`` when memory does not even hold the program and the state.
     """
-    gpu, ram, gpu_units = _gpu(demand, machine, context)
+    if place != "auto":
+        return _plan(demand, replace(machine, gpu=0) if place == "cpu" else machine, context, place == "hybrid")
+    ways = list[Placement]()
+    for way in ("gpu", "hybrid", "cpu") if machine.gpu else ():
+        with suppress(UsageError):
+            ways.append(plan(demand, machine, context, way))
+    return max(ways, key=lambda way: way.tokens_per_second, default=None) or plan(demand, machine, context, "cpu")
+
+
+def _plan(demand: Demand, machine: Machine, context: int, hybrid: bool) -> Placement:
+    gpu, ram, gpu_units = _gpu(demand, machine, context, hybrid)
     ram -= PROCESS + demand.buffers + sum(demand.held(layer, context) for layer in demand.layers[gpu_units:])
+    ram -= _mixers(demand, context, gpu_units) if hybrid else 0
     if ram < 0:
         raise UsageError(
             f"a context of {context} tokens needs {-ram / 1e9:.2f} GB more memory than the {machine.ram / 1e9:.2f} GB "
@@ -362,7 +422,7 @@ def plan(demand: Demand, machine: Machine, context: int) -> Placement:
             break
         ram, ram_units = ram - unit, ram_units + 1
     if gpu_units + ram_units < len(units):
-        return Placement(demand, machine, context, gpu_units, ram_units, 0, 0, False)
+        return Placement(demand, machine, context, gpu_units, ram_units, 0, 0, False, hybrid)
     sizes = [(layer.experts, layer.expert) for layer in demand.layers if layer.experts]
     gpu_slots, taken = _slots(sizes, gpu)
     if machine.integrated:
@@ -370,13 +430,36 @@ def plan(demand: Demand, machine: Machine, context: int) -> Placement:
     left = [(count - min(gpu_slots, count), size) for count, size in sizes]
     ram_slots, taken = _slots(left, ram)
     every = all(count <= ram_slots for count, _ in left)
-    return Placement(
-        demand, machine, context, gpu_units, ram_units, gpu_slots, ram_slots, every and demand.embed <= ram - taken
-    )
+    everything = every and demand.embed <= ram - taken
+    return Placement(demand, machine, context, gpu_units, ram_units, gpu_slots, ram_slots, everything, hybrid)
 
 
-def _gpu(demand: Demand, machine: Machine, context: int) -> tuple[int, int, int]:
-    """Fill the GPU with whole layers from the first on; return what is left there, RAM's budget, how many there are.
+def spread(p: Placement, budgets: Sequence[int]) -> list[int] | None:
+    """Return on which of several GPUs each layer lives, and last the head: in order, each GPU up to its budget.
+
+    None where they do not fit so; ``budgets`` are bytes for what is placed. What is not on a GPU gets the last one.
+    """
+    device, used, devices = 0, 0, list[int]()
+    for unit in range(len(p.demand.layers) + 1):
+        size = p.on_gpu(unit)
+        while used + size > budgets[device]:
+            device, used = device + 1, 0
+            if device == len(budgets):
+                return None
+        used += size
+        devices.append(device)
+    return devices
+
+
+def _mixers(demand: Demand, context: int, units: int) -> int:
+    """Bytes of the recurrent mixers of the first layers, with their state."""
+    return sum(layer.mixer + demand.held(layer, context) for layer in demand.layers[:units] if layer.state)
+
+
+def _gpu(demand: Demand, machine: Machine, context: int, hybrid: bool) -> tuple[int, int, int]:
+    """Fill the GPU with layers from the first on; return what is left there, RAM's budget, how many there are.
+
+    The layers are whole, or in a ``hybrid`` without their recurrent mixers.
 
     Of an integrated GPU's memory, what is used there is taken from RAM, once, and what the rest needs is left to it.
     """
@@ -385,11 +468,14 @@ def _gpu(demand: Demand, machine: Machine, context: int) -> tuple[int, int, int]
         return 0, ram, 0
     if machine.integrated:
         state = sum(demand.held(layer, context) for layer in demand.layers)
+        state += sum(layer.mixer for layer in demand.layers if layer.state) if hybrid else 0
         ram -= DRIVER + demand.buffers
         gpu = min(gpu, ram - PROCESS - demand.buffers - state)
         if gpu <= 0:
             return 0, machine.ram, 0
     units = [layer.weights + demand.held(layer, context) for layer in demand.layers] + [demand.head]
+    if hybrid:
+        units = [unit - _mixers(demand, context, i + 1) + _mixers(demand, context, i) for i, unit in enumerate(units)]
     count = 0
     for unit in units:
         if unit > gpu:
@@ -433,12 +519,12 @@ def divided(room: int, sizes: Mapping[int, int], counts: Mapping[int, int], leas
     return {size: least[size] + int(wanted[size] * share) // size for size in most}
 
 
-def context_that_fits(demand: Demand, machine: Machine) -> int:
+def context_that_fits(demand: Demand, machine: Machine, place: str = "auto") -> int:
     """Return the longest context, as far as the model's makers promise one, beside all weights that a token reads."""
 
     def fits(context: int) -> bool:
         try:
-            p = plan(demand, machine, context)
+            p = plan(demand, machine, context, place)
         except UsageError:
             return False
         return p.gpu_units + p.ram_units > len(demand.layers)
@@ -460,6 +546,7 @@ def as_json(p: Placement, prompts: tuple[int, ...]) -> dict[str, Any]:
     """Return a placement as JSON: sizes are bytes, times seconds."""
     return {
         "context": p.context,
+        "place": p.place,
         "machine": asdict(p.machine),
         "shares": [{"what": s.what, "bytes": dict(s.held), "per_token": dict(s.token)} for s in p.shares],
         "bytes": {tier: p.total(tier) for tier in TIERS},
@@ -472,5 +559,5 @@ def as_json(p: Placement, prompts: tuple[int, ...]) -> dict[str, Any]:
         "first_token_seconds": {str(n): sum(p.first_token(n).values()) for n in prompts},
         "load_seconds": p.load_seconds,
         "bottleneck": p.bottleneck,
-        "context_that_fits": context_that_fits(p.demand, p.machine),
+        "context_that_fits": context_that_fits(p.demand, p.machine, p.place),
     }

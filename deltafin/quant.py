@@ -47,9 +47,14 @@ class MXFP4:
         """How many bytes it takes."""
         return self.codes.nbytes + self.scales.nbytes
 
+    def to(self, device: torch.device) -> "MXFP4":
+        """The same matrix in another device's memory."""
+        return MXFP4(self.codes.to(device), self.scales.to(device))
+
     def unpack(self, dtype: torch.dtype) -> Tensor:
         """Every value, exactly: in float32 and float64 always, in bfloat16 for scales 1 to 252."""
-        pairs, scales = _TABLES[torch.float64 if dtype == torch.float64 else torch.float32]
+        tables = _TABLES[torch.float64 if dtype == torch.float64 else torch.float32]
+        pairs, scales = (table.to(self.codes.device) for table in tables)
         values = pairs.index_select(0, self.codes.flatten().int()).view(-1, GROUP)
         return (values * scales.index_select(0, self.scales.flatten().int())[:, None]).view(self.shape).to(dtype)
 
@@ -125,6 +130,10 @@ class Int8:
     def nbytes(self) -> int:
         """How many bytes it takes."""
         return self.codes.nbytes + self.scales.nbytes
+
+    def to(self, device: torch.device) -> "Int8":
+        """The same matrix in another device's memory."""
+        return Int8(self.codes.to(device), self.scales.to(device))
 
     def unpack(self, dtype: torch.dtype) -> Tensor:
         """Every value: exact in float64, and else the product in float32, rounded to ``dtype``."""

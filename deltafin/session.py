@@ -18,8 +18,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from deltafin.captured import forward
 from deltafin.errors import SessionError, UsageError
-from deltafin.model.decoder import Decoder, State, forward
+from deltafin.model.decoder import Decoder, State
 from deltafin.sampling import Sampler, check_finite
 
 PIECE = 2048
@@ -206,6 +207,13 @@ class Session:
         try:
             logits = forward(self.model.decoder, self._state, torch.tensor([tokens]))[0, -1]
             check_finite(logits)
+        except torch.OutOfMemoryError as error:
+            self._return(self._read)
+            raise UsageError(
+                f"the GPU's memory ran out after {self._read} tokens: the conversation, or what other programs took, "
+                "is more than was planned",
+                "go on with less in the GPU's memory: a smaller --gpu",
+            ) from error
         except BaseException:
             self._return(self._read)
             raise

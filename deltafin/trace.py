@@ -14,6 +14,7 @@ from tempfile import NamedTemporaryFile
 from time import perf_counter
 from typing import Any, NamedTuple, Self
 
+import torch
 from torch import Tensor
 
 from deltafin.config import Activation, MoE
@@ -81,7 +82,9 @@ class Watch:
         self.step = Step(0, 0.0)
 
     def span(self, part: str, layer: int | None, start: float, wait: float = 0.0) -> None:
-        """Note a part that has just ended."""
+        """Note a part that has just ended; a GPU's work counts where it was asked for."""
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
         self.step.spans.append(Span(part, layer, start, perf_counter() - start, wait))
 
 
@@ -92,10 +95,9 @@ def watched(m: Decoder, watch: Watch) -> Decoder:
         inner = block
         if isinstance(block.layer.ffn, MoE):
             inner = replace(block, ffn=replace(block.ffn, experts=_Experts(block.ffn.experts, i, watch)))
-        blocks.append(_Block(block.layer, block.norms, block.mixer, inner.ffn, block.ops, inner, i, watch))
-    # ``forward`` takes the last block's table for the head; the block's own work goes through ``inner``.
-    blocks[-1] = replace(blocks[-1], ops=_with_head(blocks[-1].ops, watch))
-    return replace(m, blocks=tuple(blocks))
+        about = block.layer, block.norms, block.mixer, inner.ffn, block.ops
+        blocks.append(_Block(*about, inner, i, watch, mixer_ops=block.mixer_ops))
+    return replace(m, blocks=tuple(blocks), ops=_with_head(m.ops, watch), graphs=None)
 
 
 @dataclass(frozen=True)

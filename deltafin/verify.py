@@ -18,7 +18,7 @@ from deltafin import ops
 from deltafin.config import Activation, SiLU, SiTU
 from deltafin.model.decoder import Decoder, forward
 from deltafin.ops import FEW, DeltaState, DeltaWeights, Expert, reference
-from deltafin.quant import MXFP4, pack_int8, pack_mxfp4
+from deltafin.quant import MXFP4, Int8, pack_int8, pack_mxfp4
 from deltafin.session import Runnable, Session
 
 Result = tuple[Tensor, ...]
@@ -86,14 +86,26 @@ def implementations() -> Iterator[tuple[str, str, Callable[..., Any]]]:
             "expanded": reference.attention_expanded,
         },
     }
-    tables = [ops.load(name) for name in ops.BACKENDS]
+    tables = [ops.load("numba"), *ops.gpus()[:1]]
     for op in (*ops.ROWS, *PARTS):
         for name, form in forms.get(op, {"torch": getattr(reference, op)}).items():
             yield op, f"{name}, float64", form
             yield op, f"{name}, float32", form
         for table in tables:
             if op in ops.overrides(table):
-                yield op, f"{table.name}, float32", getattr(table, op)
+                yield op, f"{table.name}, float32", On(table.device, getattr(table, op))
+
+
+@dataclass(frozen=True)
+class On:
+    """An operation that runs on a device."""
+
+    device: torch.device
+    function: Callable[..., Any]
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Run it; tensors lie on the device already."""
+        return self.function(*arguments)
 
 
 def check(op: str, name: str, implementation: Callable[..., Any]) -> Row:
@@ -133,10 +145,11 @@ STATE = {"short_conv": (2,), "delta_rule": (5,), "delta_net": (7,)}
 
 def result(function: Callable[..., Any], arguments: list[Any], state: Sequence[int]) -> Result:
     """Return everything a call answers, and the arguments that are ``state``; the ones given stay as they were."""
-    arguments = [_each(torch.clone, a) for a in arguments]
+    device = function.device if isinstance(function, On) else torch.device("cpu")
+    arguments = [_there(_each(torch.clone, a), device) for a in arguments]
     out = function(*arguments)
     answers = (out, *(arguments[i] for i in state))
-    return tuple(t for a in answers for t in (a if isinstance(a, tuple) else (a,)))
+    return tuple(t.cpu() for a in answers for t in (a if isinstance(a, tuple) else (a,)))
 
 
 def compare(got: Result, want: Result) -> tuple[float, float]:
@@ -367,6 +380,20 @@ def _each(function: Callable[[Tensor], Tensor], argument: Any) -> Any:
     if isinstance(argument, DeltaWeights | DeltaState):
         return type(argument)(*(function(a) for a in argument))
     return function(argument) if isinstance(argument, Tensor) else argument
+
+
+def _there(argument: Any, device: torch.device) -> Any:
+    """Bring an argument to a device: tensors, packed weights, all in a list, and what a function gives."""
+    if device.type == "cpu":
+        return argument
+    if isinstance(argument, MXFP4 | Int8):
+        return argument.to(device)
+    if isinstance(argument, list):
+        return [_there(a, device) for a in argument]
+    if callable(argument):
+        expert: Any = argument
+        return lambda x: Expert(*(_there(weight, device) for weight in expert(x)))
+    return _each(lambda tensor: tensor.to(device), argument)
 
 
 def _cast(argument: Any, dtype: torch.dtype) -> Any:

@@ -122,9 +122,10 @@ def test_a_report_is_consistent(quick, tiny):
 )
 def test_contexts_are_those_asked_for_or_what_fits(monkeypatch, quick, tiny, own, speed, asked, measured):
     row = bench.Speed(0, speed, 1.0, 1, 1.0, 1.0, 1.0)
-    monkeypatch.setattr(bench, "_at", lambda decoder, context, read_gbs: replace(row, context=context))
+    monkeypatch.setattr(bench, "_at", lambda decoder, context, prediction: replace(row, context=context))
+    monkeypatch.setattr(bench, "parts", lambda decoder, context: [])
     decoder = replace(tiny.decoder, config=replace(tiny.config, context=own))
-    report = bench.measure(SimpleNamespace(name="toy", decoder=decoder), asked)
+    report = bench.measure(SimpleNamespace(name="toy", decoder=decoder, placed=None), asked)
     assert [row.context for row in report.rows] == measured
 
 
@@ -266,7 +267,8 @@ def test_the_memory_is_measured():
 
 # The command
 
-TOP = ["model", "backend", "threads", "read_gbs", "rows"]
+TOP = ["model", "backend", "threads", "read_gbs", "rows", "place", "gpu_gbs", "parts"]
+PART = ["part", "milliseconds", "bytes", "gbs"]
 SPEED = ["context", "prefill_tok_s", "decode_tok_s", "bytes_per_token", "gbs", "share", "predicted_tok_s"]
 KERNEL = ["kernel", "shape", "weights", "rows", "gbs", "limit_gbs", "share"]
 
@@ -278,6 +280,8 @@ def test_json_of_a_model(quick):
     assert list(report) == TOP
     assert [list(row) for row in report["rows"]] == [SPEED] * 2
     assert [row["prefill_tok_s"] is None for row in report["rows"]] == [True, False]
+    assert [list(part) for part in report["parts"]] == [PART] * 4
+    assert sum(part["bytes"] for part in report["parts"]) == report["rows"][-1]["bytes_per_token"]
 
 
 def test_csv_and_table_of_a_model(quick):

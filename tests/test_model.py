@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import deltafin
-from deltafin.model.decoder import FEW, advance, forward
+from deltafin.model.decoder import FEW, advance, embedded, forward
 
 DATA = Path(__file__).parent / "data"
 
@@ -67,7 +67,7 @@ def test_k3_streams_routes_and_caches_meet_the_reference_numbers(tiny):
     decoder = replace(tiny.decoder, blocks=blocks)
     state = decoder.empty_state()
     ids = known["long.input_ids"][:70].long()[None]
-    for i, stream in enumerate(advance(decoder, state, ids)):
+    for i, stream in enumerate(advance(decoder, state, embedded(decoder, ids))):
         torch.testing.assert_close(stream.prefix[0], known["long.layer_streams"][i], rtol=0, atol=1e-3)
     for i, s in enumerate(state):
         if f"long.cache.{i}.state" in known:
@@ -117,7 +117,7 @@ def test_kimi_linear_step_by_step_meets_the_reference_numbers(linear):
 def test_kimi_linear_layers_and_greedy_text_meet_the_reference(linear):
     known, m = oracle("kimi-linear"), linear.decoder
     ids = known["input_ids"].long()
-    for i, stream in enumerate(advance(m, m.empty_state(), ids[:, :72])):
+    for i, stream in enumerate(advance(m, m.empty_state(), embedded(m, ids[:, :72]))):
         torch.testing.assert_close(stream.prefix, known[f"hidden.{i}"], rtol=0, atol=2e-3)
     session = linear.session()
     session.feed(ids[0, :20].tolist())
@@ -265,7 +265,7 @@ def test_the_stream_type_is_the_one_asked_for(tiny):
     known = oracle("kimi-k3-tiny")
     ids, want = known["long.input_ids"][:70].long()[None], known["long.prefill_logits"]
     m = replace(tiny.decoder, dtype=torch.bfloat16)
-    *_, stream = advance(m, m.empty_state(), ids)
+    *_, stream = advance(m, m.empty_state(), embedded(m, ids))
     assert stream.prefix.dtype == torch.bfloat16
     got = forward(m, m.empty_state(), ids, last=70)[0]
     assert got.dtype == torch.float32

@@ -28,6 +28,7 @@ from deltafin.placement import (
     DISK,
     DRIVER,
     GPU,
+    PLACES,
     PROCESS,
     RAM,
     TIERS,
@@ -236,6 +237,9 @@ layer_demands = st.builds(
     expert=st.integers(1, 300),
     expert_flops=st.floats(0, 1e3),
 ) | st.builds(LayerDemand, sizes, sizes, st.integers(0, 20))
+layer_demands = st.builds(
+    lambda layer, part: replace(layer, mixer=int(layer.weights * part)), layer_demands, st.floats(0, 1)
+)
 demands = st.builds(
     Demand,
     st.lists(layer_demands, min_size=1, max_size=5).map(tuple),
@@ -258,17 +262,17 @@ machines = st.builds(
 )
 
 
-def placed(d, machine, context):
+def placed(d, machine, context, place="gpu"):
     try:
-        return plan(d, machine, context)
+        return plan(d, machine, context, place)
     except UsageError:
         return None
 
 
-@given(demands, machines, st.integers(1, 300), st.booleans())
-def test_a_plan_keeps_its_budgets_and_loses_no_byte(d, machine, context, integrated):
+@given(demands, machines, st.integers(1, 300), st.booleans(), st.sampled_from(PLACES))
+def test_a_plan_keeps_its_budgets_and_loses_no_byte(d, machine, context, integrated, place):
     machine = replace(machine, integrated=integrated, ram=machine.ram + (DRIVER + d.buffers) * integrated)
-    p = placed(d, machine, context)
+    p = placed(d, machine, context, place)
     if p is None:
         return
     assert p.total(GPU) <= machine.gpu
@@ -287,17 +291,40 @@ def test_a_plan_keeps_its_budgets_and_loses_no_byte(d, machine, context, integra
 def test_more_memory_never_keeps_fewer_experts_nor_is_slower(d, machine, context, more):
     p = placed(d, machine, context)
     assume(p is not None)
-    q = plan(d, replace(machine, ram=machine.ram + more), context)
+    q = plan(d, replace(machine, ram=machine.ram + more), context, "gpu")
     assert q.resident >= p.resident
     assert q.tokens_per_second >= p.tokens_per_second * (1 - 1e-9)
     assert sum(q.first_token(50).values()) <= sum(p.first_token(50).values()) * (1 + 1e-9)
-    assert context_that_fits(d, q.machine) >= context_that_fits(d, machine)
+    assert context_that_fits(d, q.machine, "gpu") >= context_that_fits(d, machine, "gpu")
+
+
+@given(demands, machines, st.integers(1, 100))
+def test_nothing_is_faster_than_auto(d, machine, context):
+    ways = {place: p for place in PLACES if (p := placed(d, machine, context, place))}
+    assume("gpu" in ways)
+    assert "auto" in ways
+    assert ways["auto"].tokens_per_second == max(p.tokens_per_second for p in ways.values())
+    assert "cpu" not in ways or ways["cpu"].total(GPU) == 0
+
+
+def test_a_hybrid_keeps_recurrent_mixers_in_ram():
+    kda = LayerDemand(100, state=10, flops=50.0, mixer=60, mixer_flops=40.0, experts=4, chosen=1, expert=20)
+    mla = replace(kda, state=0, position=1)
+    d = Demand((kda, mla), head=50, embed=70, row=7)
+    machine = Machine(PROCESS + 1000, 1, 1, 1, DRIVER + 400, 1, 1, 1)
+    hybrid, whole = plan(d, machine, 5, "hybrid"), plan(d, machine, 5, "gpu")
+    assert (hybrid.place, whole.place) == ("hybrid", "gpu")
+    assert whole.total(GPU) - DRIVER == 100 + 10 + 100 + 5 + 50 + 3 * 2 * 20
+    assert hybrid.total(GPU) - DRIVER == 40 + 100 + 5 + 50 + 4 * 2 * 20
+    assert hybrid.total(RAM) - PROCESS == 60 + 10 + 70
+    assert hybrid.token_bytes[RAM] == 60 + 2 * 10 + 7
+    assert [hybrid.apart(i) for i in range(3)] == [kda, None, None]
 
 
 @given(demands, machines)
 def test_the_context_that_fits_is_the_longest(d, machine):
     def whole(context):
-        p = placed(d, machine, context)
+        p = placed(d, machine, context, "auto")
         return p is not None and p.gpu_units + p.ram_units == len(d.layers) + 1
 
     fits = context_that_fits(d, machine)
@@ -336,14 +363,14 @@ def test_layers_fill_the_gpu_first_and_experts_follow():
     d = Demand(layers, head=50, embed=70, row=7)
 
     def on_gpu(gpu):
-        p = plan(d, Machine(PROCESS + 1000, 1, 1, 1, DRIVER + gpu, 1, 1, 1), 1)
+        p = plan(d, Machine(PROCESS + 1000, 1, 1, 1, DRIVER + gpu, 1, 1, 1), 1, "gpu")
         return p.gpu_units, p.gpu_slots, p.ram_slots
 
     assert on_gpu(109) == (0, 0, 4)
     assert on_gpu(219) == (1, 0, 4)
     assert on_gpu(270 + 39) == (3, 0, 4)
     assert on_gpu(270 + 80) == (3, 2, 2)
-    assert plan(d, Machine(PROCESS + 1000, 1, 1, 1, DRIVER + 350, 1, 1, 1), 1).slots(layers[0]) == {
+    assert plan(d, Machine(PROCESS + 1000, 1, 1, 1, DRIVER + 350, 1, 1, 1), 1, "gpu").slots(layers[0]) == {
         GPU: 2,
         RAM: 2,
         DISK: 0,
@@ -353,12 +380,12 @@ def test_layers_fill_the_gpu_first_and_experts_follow():
 def test_the_memory_of_an_integrated_gpu_is_counted_once():
     d = Demand((LayerDemand(1000, experts=10, chosen=1, expert=100),), head=0, embed=0, row=0)
     ram = PROCESS + DRIVER + 1500
-    own = plan(d, Machine(ram, 1, 1, 1, DRIVER + 1200, 1, 1, 1), 1)
-    shared = plan(d, replace(own.machine, integrated=True), 1)
+    own = plan(d, Machine(ram, 1, 1, 1, DRIVER + 1200, 1, 1, 1), 1, "gpu")
+    shared = plan(d, replace(own.machine, integrated=True), 1, "gpu")
     assert own.resident == 1
     assert shared.resident == 0.5  # 1000 and 200 on the GPU; of the 1500 there are, 300 are left
     assert shared.total(RAM) + shared.total(GPU) == ram
-    assert plan(d, replace(shared.machine, gpu=HUGE), 1).total(GPU) <= ram
+    assert plan(d, replace(shared.machine, gpu=HUGE), 1, "gpu").total(GPU) <= ram
 
 
 def test_a_prompt_reads_each_expert_once_a_piece():
@@ -603,9 +630,10 @@ def test_this_machine_is_planned_with_what_was_measured(monkeypatch, tmp_path):
     monkeypatch.setattr(measure, "measured", measured)
     content = report("nano", "--measure", "--ram", "2GB")
     assert asked == [(library.EMBEDDED, Snapshot(library.EMBEDDED).layout.totals["expert bytes"] // 256, True)]
-    assert content["machine"]["gpu"] == 0
+    assert content["machine"]["gpu"] == 9 * 10**9
+    assert content["place"] == "gpu"
+    assert report("nano", "--place", "cpu")["bytes"][GPU] == 0
     assert content["notes"][0] == "as measured"
-    assert any("does not run on one yet" in note for note in content["notes"])
     assert any("--ram is more than is free" in note for note in content["notes"])
     assert report("nano", "--gpu", "8GB")["bytes"][GPU] > 0
 

@@ -3,11 +3,13 @@
 import errno
 import gc
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import count, pairwise
 from pathlib import Path
 from random import Random
@@ -30,7 +32,6 @@ from deltafin.direct import PAGE, DirectFiles, Run, runs, up
 from deltafin.errors import CheckpointError, UsageError
 from deltafin.foresight import SCOUTING, TURN, TURNS, Foresight
 from deltafin.headers import Entry
-from deltafin.machine import Memory
 from deltafin.ops import Expert
 from deltafin.placement import PROCESS, Demand, LayerDemand
 from deltafin.policy import AgedFrequency
@@ -354,18 +355,16 @@ def test_too_small_a_budget_is_refused_with_what_needs_it(folders):
 
 @pytest.mark.parametrize(("room", "expected"), [("all", None), ("some", 35), ("one", 3), ("too little", None)])
 def test_without_a_budget_what_is_free_decides(folders, monkeypatch, room, expected):
-    """Of a container's memory as of the machine's; what does not fit at all is left to the system, as ever."""
+    """What does not fit at all is left to the system, as ever."""
     store = open_model(folders["store"])
-    store.totals["bytes"] = 1 << 50  # small models are not looked at closely
+    needs = replace(of_files(store), embed=1 << 50)  # small models are not looked at closely
     size = 50_000_000  # more than the smallest is rounded by
     monkeypatch.setattr(store, "slot_bytes", lambda layer: size)
     with pytest.raises(UsageError) as raised:
-        slots_within(0, of_files(store), {1: size, 2: size, 3: size}, placement.CONTEXT)
+        slots_within(0, needs, {1: size, 2: size, 3: size}, placement.CONTEXT)
     smallest = placement.bytes_of(raised.value.hint.rsplit(" ", 1)[1])
     free = smallest + {"all": 1 << 31, "some": 32 * size, "one": 0, "too little": -2_000_000}[room]
-    monkeypatch.setattr(placement, "SHARE", 1.0)
-    monkeypatch.setattr(machine, "memory", lambda: Memory(1 << 40, free, "cgroup /"))
-    _, slots = api._slots(store, None, torch.float32, "keep", "keep")
+    slots = api._slots(store, False, free, needs, "keep")
     assert slots == (expected and {size: expected})
 
 
@@ -754,6 +753,45 @@ def test_two_models_on_one_store_do_not_know_of_each_other(folders):
     for limit in (1, 2, 3):
         assert same(a, whole, limit=limit)
         assert same(b, whole, PROMPT, limit=limit)
+
+
+def test_two_processes_on_one_store_do_not_disturb_each_other(folders):
+    script = """
+import sys, deltafin
+from deltafin import Sampler, Session, machine
+
+machine.cache_folder = lambda: None
+session = Session(deltafin.load(sys.argv[1], ram="2100MB"))
+session.feed([(7 * i * i + i) % 50 for i in range(40)])
+print(*session.generate(Sampler(), 12))
+"""
+    command = [sys.executable, "-c", script, str(folders["store"])]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, encoding="utf-8") for _ in range(2)]
+    wanted = said(deltafin.load(folders["store"]), PROMPT)[0]
+    assert [list(map(int, process.communicate()[0].split())) for process in both] == [wanted, wanted]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="elsewhere an open file cannot be removed")
+@pytest.mark.parametrize("kind", ["store", "snapshot"])
+def test_a_model_that_is_removed_while_it_is_open_goes_on(folders, tmp_path, kind):
+    copied, whole = shutil.copytree(folders[kind], tmp_path / "copied"), deltafin.load(folders[kind])
+    model = tiered(copied, 4)
+    assert same(model, whole)
+    shutil.rmtree(copied)
+    assert same(model, whole, PROMPT)
+
+
+def test_on_a_slow_disk_the_same_is_said_and_the_wait_is_counted(folders, monkeypatch):
+    model, whole, real = tiered(folders["store"], 4), deltafin.load(folders["store"]), direct.pread
+
+    def pread(handle, room, start):
+        time.sleep(0.004)
+        return real(handle, room, start)
+
+    monkeypatch.setattr(direct, "pread", pread)
+    assert same(model, whole)
+    counted = model.stats()
+    assert counted["wait"] > 0.004  # of at least one read nothing hid the time
 
 
 # The command line -----------------------------------------------------------------------------------------------------

@@ -19,6 +19,8 @@ def speed_table(report: "Report") -> str:
     """Return a model's speeds, and a bar for the time of a token at each context."""
     threads = f"{report.threads} thread{'s' if report.threads > 1 else ''}"
     head = f"{report.model}, {report.backend}, {threads}, memory {report.read_gbs:.1f} GB/s"
+    if report.place != "cpu":
+        head += f", --place {report.place}, GPU memory {report.gpu_gbs:,.0f} GB/s"
     header = ("context", "prefill tok/s", "decode tok/s", "predicted", "share", "MB/token", "GB/s")
     cells = [
         (
@@ -38,7 +40,10 @@ def speed_table(report: "Report") -> str:
         for row, time in zip(report.rows, times, strict=True)
     ]
     plot = columns([("context", "a token", ""), *bars], right=(0, 1))
-    return f"{head}\n\n{columns([header, *cells], right=range(7))}\n\n{plot}"
+    header_of_parts = ("part", "a token", "MB", "GB/s")
+    parts = [(p.part, f"{p.milliseconds:.3f} ms", f"{p.bytes / 1e6:.1f}", f"{p.gbs:.2f}") for p in report.parts]
+    table = columns([header_of_parts, *parts], right=(1, 2, 3))
+    return f"{head}\n\n{columns([header, *cells], right=range(7))}\n\n{plot}\n\n{table}"
 
 
 def kernel_table(rows: Sequence["KernelSpeed"]) -> str:

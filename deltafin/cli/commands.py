@@ -28,7 +28,7 @@ def load(model: str, options: dict[str, Any]) -> "Model":
 
     chosen = {
         name: options[name]
-        for name in ("dtype", "threads", "backend", "resident", "experts", "ram", "pin", "lookahead")
+        for name in ("dtype", "threads", "backend", "resident", "experts", "ram", "pin", "lookahead", "place", "gpu")
     }
     with waiting() as tell:
         return deltafin.load(model, **chosen, progress=tell)

@@ -59,6 +59,18 @@ LOADING = [
         default=None,
         help="Read experts before it is certain that they are needed; by default where it is a gain; with --ram.",
     ),
+    click.option(
+        "--place",
+        type=click.Choice(["auto", "cpu", "gpu", "hybrid"]),
+        default="auto",
+        show_default=True,
+        help="Where to run: on the processor, on the GPU as far as it holds, or divided; auto takes the fastest.",
+    ),
+    click.option(
+        "--gpu",
+        metavar="SIZE",
+        help="GPU memory to stay below, such as 20GB, or a size for each: 20GB,20GB; by default 9/10 of what is free.",
+    ),
     *PACKING,
 ]
 

@@ -46,7 +46,14 @@ def duration(seconds: float) -> str:
 @click.option(
     "--ram", metavar="SIZE", help="Memory to plan with, such as 48GB; by default nine tenths of what is free."
 )
-@click.option("--gpu", metavar="SIZE", help="GPU memory to plan with; by default none: deltafin runs on no GPU yet.")
+@click.option("--gpu", metavar="SIZE", help="GPU memory to plan with; by default nine tenths of what is free.")
+@click.option(
+    "--place",
+    type=click.Choice(["auto", "cpu", "gpu", "hybrid"]),
+    default="auto",
+    show_default=True,
+    help="Where to run: on the processor, on the GPU as far as it holds, or divided; auto takes the fastest.",
+)
 @click.option(
     "--context",
     metavar="N",
@@ -67,6 +74,7 @@ def plan(
     model: str,
     ram: str | None,
     gpu: str | None,
+    place: str,
     context: int | None,
     file: Path | None,
     again: bool,
@@ -96,17 +104,17 @@ def plan(
 
             here = measured(where, max(layer.expert for layer in demand.layers), again, tell)
             machine, notes = here.machine, here.notes
-            if gpu is None and machine.gpu:
-                notes.append("the GPU is not planned with: deltafin does not run on one yet; --gpu plans as if it did")
-                machine = replace(machine, gpu=0)
+            machine = replace(machine, gpu=int(machine.gpu * placement.SHARE))
             if budgets.get("ram", 0) > machine.ram:
                 notes.append(f"--ram is more than is free here now ({size(machine.ram)})")
     if budgets.get("gpu") and not machine.gpu_gbs:
         raise UsageError("there is no GPU to plan with", "--machine takes a file that describes one")
     machine = replace(machine, **budgets)
     context = context or demand.context
-    placed = placement.plan(demand, machine, context)
-    changes = list(alternatives(placed, read, resident, experts))
+    if place in ("gpu", "hybrid") and not machine.gpu:
+        raise UsageError("there is no GPU to plan with", "--machine takes a file that describes one")
+    placed = placement.plan(demand, machine, context, place)
+    changes = list(alternatives(placed, read, resident, experts, place))
     if as_json:
         content = {"model": model, "notes": notes, **placement.as_json(placed, PROMPTS)}
         content["alternatives"] = [{"what": what, **speeds(p)} for what, p in changes]
@@ -146,17 +154,17 @@ def here(model: str) -> Path | None:
 
 
 def alternatives(
-    p: "Placement", read: Callable[[str, str], "Demand"], resident: str, experts: str
+    p: "Placement", read: Callable[[str, str], "Demand"], resident: str, experts: str, place: str
 ) -> Iterator[tuple[str, "Placement"]]:
     """Yield what could be changed, with what would follow."""
     from deltafin import placement
 
     for what, machine in placement.faster(p.machine):
-        yield what, placement.plan(p.demand, machine, p.context)
+        yield what, placement.plan(p.demand, machine, p.context, place)
     for what, choice in (("--resident int8", ("int8", experts)), ("--experts mxfp4", (resident, "mxfp4"))):
         demand = read(*choice)
         if demand.weights < p.demand.weights:
-            yield what, placement.plan(demand, p.machine, p.context)
+            yield what, placement.plan(demand, p.machine, p.context, place)
 
 
 def speeds(p: "Placement") -> dict[str, Any]:
@@ -181,8 +189,8 @@ def described(model: str, p: "Placement", notes: list[str], changes: list[tuple[
             token.append((share.what, *(shown(share.token.get(tier, 0)) for tier in used)))
     held.append(("together", *(shown(p.total(tier)) for tier in used)))
     token.append(("time", *(duration(p.token_seconds.get(tier, 0)) for tier in used)))
-    right = range(1, len(used) + 1)
-    taken, fits = p.token_seconds, context_that_fits(p.demand, p.machine)
+    right, where = range(1, len(used) + 1), "" if p.place == "cpu" else f", --place {p.place}"
+    taken, fits = p.token_seconds, context_that_fits(p.demand, p.machine, p.place)
     whole = sum(taken.values())
     facts = [
         ("decoding", f"{p.tokens_per_second:.3g} tokens/s after {p.context:,} tokens"),
@@ -201,7 +209,7 @@ def described(model: str, p: "Placement", notes: list[str], changes: list[tuple[
         table.append((what, f"{other.tokens_per_second:.3g}", *waits))
     return "\n\n".join(
         [
-            f"{plain(model)}, {size(p.demand.weights)} of weights, for {p.context:,} tokens of context",
+            f"{plain(model)}, {size(p.demand.weights)} of weights, for {p.context:,} tokens of context{where}",
             columns(held, right),
             columns(token, right),
             columns(facts),

@@ -22,6 +22,10 @@ def account(stats: "Stats", model: "Model") -> str:
     counted = stats.counted
     if counted.get("misses") or counted.get("hits"):
         lines.append(experts(stats, measured(model, counted)))
+    if (carried := counted.get("carried", {})).get("transfers") and stats.generated_tokens > 1:
+        tokens = stats.generated_tokens - 1
+        each = size(carried["bytes"] / tokens), round(carried["transfers"] / tokens)
+        lines.append(f"{each[0]} a token between memory and GPU, in {each[1]} transfers")
     if stats.generated_tokens > 1 and (parts := by_part(counted, stats.generate_seconds)):
         lines += bar(parts, stats.generated_tokens - 1)
     return "\n".join([*lines, *counted.get("notes", ())])

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from deltafin.config import Layer, ModelConfig
 from deltafin.model import FEED_FORWARDS, MIXERS, kda, mla, residual
 from deltafin.ops import FEW, Ops
 from deltafin.ops.reference import wide
+from deltafin.transfer import moved
 from deltafin.weights import Weight, specs, weight
 
 State = kda.State | mla.State
@@ -48,6 +50,11 @@ class Part:
     config: Any
     sizes: Mapping[str, int]
 
+    @property
+    def layer(self) -> int | None:
+        """The layer that they belong to; None for what stands before the first and after the last."""
+        return int(self.prefix.split(".")[1]) if "." in self.prefix else None
+
     def names(self) -> list[str]:
         """Return our names of its tensors."""
         return [f"{self.prefix}.{name}" for name, _ in specs(self.weights, self.config)]
@@ -71,20 +78,28 @@ class Block:
     mixer: Any
     ffn: Any
     ops: Ops
+    mixer_ops: Ops | None = field(default=None, kw_only=True)
+    """Those of the mixer, where it lives on another device than the rest."""
     ahead: Callable[[Tensor], None] | None = field(default=None, kw_only=True)
     """Is shown what the feed-forward will read, to prepare for it."""
+
+    @property
+    def tables(self) -> tuple[Ops, Ops]:
+        """The operations of the mixer and of the feed-forward."""
+        return self.mixer_ops or self.ops, self.ops
 
     def mix(self, s: State, x_BTD: Tensor, eps: float, few: bool) -> Tensor:
         """Return what the mixer of tokens adds to the stream, norm first; ``s`` is advanced."""
         if x_BTD.shape[1] > SLICE:
             return torch.cat([self.mix(s, part, eps, few) for part in x_BTD.split(SLICE, 1)], 1)
-        kind = self.layer.mixer
-        whole = self.ops.whole.get(type(kind)) if few else None
-        y = whole(kind, self.mixer, s, x_BTD, self.norms.mixer, eps, self.ops) if whole else None
+        kind, (ops, rest) = self.layer.mixer, self.tables
+        x_BTD = moved(x_BTD, ops.device)
+        whole = ops.whole.get(type(kind)) if few else None
+        y = whole(kind, self.mixer, s, x_BTD, self.norms.mixer, eps, ops) if whole else None
         if y is None:
-            x_BTD = self.ops.rms_norm(x_BTD, self.norms.mixer, eps)
-            y = MIXERS[type(kind)].forward(kind, self.mixer, s, x_BTD, eps, self.ops)
-        return y
+            x_BTD = ops.rms_norm(x_BTD, self.norms.mixer, eps)
+            y = MIXERS[type(kind)].forward(kind, self.mixer, s, x_BTD, eps, ops)
+        return moved(y, rest.device)
 
     def feed(self, x_BTD: Tensor, eps: float, few: bool) -> Tensor:
         """Return what the feed-forward adds to the stream, norm first."""
@@ -101,31 +116,54 @@ class Block:
 
 @dataclass(frozen=True)
 class Decoder:
-    """A model that is ready to run; ``dtype`` is the type of its residual stream."""
+    """A model that is ready to run; ``dtype`` is the type of its residual stream, ``ops`` are those of the head."""
 
     config: ModelConfig
     edges: Edges
     blocks: tuple[Block, ...]
+    ops: Ops
     dtype: torch.dtype
+    graphs: Any = field(default=None, compare=False, repr=False)
+    """Where steps can be captured, those that were (``captured.Graphs``)."""
 
     def empty_state(self, batch: int = 1) -> list[State]:
         """Return the state before the first token, one entry a layer."""
-        kinds = (block.layer.mixer for block in self.blocks)
-        return [MIXERS[type(kind)].State.empty(kind, batch, self.dtype) for kind in kinds]
+        homes = ((b.layer.mixer, b.tables[0].device) for b in self.blocks)
+        return [MIXERS[type(kind)].State.empty(kind, batch, self.dtype, device) for kind, device in homes]
+
+    @cached_property
+    def tables(self) -> tuple[Ops, ...]:
+        """The operations in use, the head's first, each once."""
+        every = (self.ops, *(ops for block in self.blocks for ops in block.tables))
+        return tuple({id(ops): ops for ops in every}.values())
 
 
 Stream = residual.Sum | residual.Mixture
 
 
-def advance(m: Decoder, state: list[State], tokens_BT: Tensor) -> Iterator[Stream]:
-    """Advance ``state`` by T tokens, layer by layer; yield the residual stream after every layer."""
+def advance(m: Decoder, state: list[State], x_BTD: Tensor) -> Iterator[Stream]:
+    """Advance ``state`` by T embedded tokens, layer by layer; yield the residual stream after every layer."""
     eps = m.config.eps
-    stream = residual.start(m.config.residual, m.edges.embed[tokens_BT].to(m.dtype), len(m.blocks), eps)
-    few = tokens_BT.shape[1] <= FEW and m.dtype != torch.float64
+    stream = residual.start(m.config.residual, x_BTD, len(m.blocks), eps)
+    few = x_BTD.shape[1] <= FEW and m.dtype != torch.float64
     for b, s in zip(m.blocks, state, strict=True):
+        stream.to(b.ops.device)
         stream.add(b.mix(s, stream.read(b.norms.mixer_read, b.ops), eps, few))
         stream.add(b.feed(stream.read(b.norms.ffn_read, b.ops), eps, few))
         yield stream
+
+
+def embedded(m: Decoder, tokens_BT: Tensor) -> Tensor:
+    """Return the embedding of tokens, BTD."""
+    return m.edges.embed[tokens_BT].to(m.dtype)
+
+
+def predict(m: Decoder, state: list[State], x_BTD: Tensor, last: int = 1) -> Tensor:
+    """Advance ``state`` by T embedded tokens; return the logits after the ``last`` of them: see ``forward``."""
+    *_, stream = advance(m, state, x_BTD)
+    stream.to(m.ops.device)
+    x_BTD = m.ops.rms_norm(stream.read(m.edges.read, m.ops)[:, -last:], m.edges.norm, m.config.eps)
+    return wide(m.ops.linear(x_BTD, m.edges.head))
 
 
 def forward(m: Decoder, state: list[State], tokens_BT: Tensor, last: int = 1) -> Tensor:
@@ -134,9 +172,6 @@ def forward(m: Decoder, state: list[State], tokens_BT: Tensor, last: int = 1) ->
     Decode is row-invariant: up to ``FEW`` tokens at once give the same bits as one by one, and are read so where an
     operation cannot promise that.
     """
-    if 1 < tokens_BT.shape[1] <= FEW and not all(b.ops.together for b in m.blocks):
+    if 1 < tokens_BT.shape[1] <= FEW and not all(ops.together for ops in m.tables):
         return torch.cat([forward(m, state, token) for token in tokens_BT.split(1, 1)], 1)[:, -last:]
-    *_, stream = advance(m, state, tokens_BT)
-    ops = m.blocks[-1].ops
-    x_BTD = ops.rms_norm(stream.read(m.edges.read, ops)[:, -last:], m.edges.norm, m.config.eps)
-    return wide(ops.linear(x_BTD, m.edges.head))
+    return moved(predict(m, state, embedded(m, tokens_BT), last), tokens_BT.device)

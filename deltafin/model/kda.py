@@ -3,7 +3,7 @@
 import copy
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -62,12 +62,13 @@ class State:
     length: int = 0
 
     @classmethod
-    def empty(cls, c: config.KDA, batch: int, dtype: torch.dtype) -> Self:
+    def empty(cls, c: config.KDA, batch: int, dtype: torch.dtype, device: torch.device) -> Self:
         """Return the state before the first token."""
         keys, values = c.heads * c.key_dim, c.heads * c.value_dim
         wider = torch.float64 if dtype == torch.float64 else torch.float32
-        q, k, v = (torch.zeros(batch, c.conv_width - 1, channels, dtype=wider) for channels in (keys, keys, values))
-        return cls(q, k, v, torch.zeros(batch, c.heads, c.value_dim, c.key_dim, dtype=wider))
+        about: Any = {"dtype": wider, "device": device}
+        q, k, v = (torch.zeros(batch, c.conv_width - 1, channels, **about) for channels in (keys, keys, values))
+        return cls(q, k, v, torch.zeros(batch, c.heads, c.value_dim, c.key_dim, **about))
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything worth saving, by name."""
@@ -77,6 +78,10 @@ class State:
     def parts(self) -> DeltaState:
         """The tensors as the operation takes them."""
         return DeltaState(self.q_tail, self.k_tail, self.v_tail, self.S_BHVK)
+
+    def buffers(self) -> tuple[Tensor, ...]:
+        """The memory that it lies in."""
+        return self.parts
 
     def keep(self) -> Self:
         """Return a copy that later tokens do not change: all of it is rewritten at every step."""

@@ -16,6 +16,9 @@ ROOM = 1 << 16
 """Positions that a cache has addresses for. Memory that was never written to takes no room, so that it grows without
 being copied; only beyond are there copies, each four times as long."""
 
+GPU_ROOM = 4096
+"""The same on a GPU, where all of it is memory; beyond, each copy is twice as long."""
+
 
 @dataclass(frozen=True)
 class Weights:
@@ -48,17 +51,25 @@ class State:
     latent_BSR: Tensor
     shared_BSJ: Tensor
     length: int = 0
+    position: Tensor | None = None
+    """How many there are with the tokens of this call, int32 [1] on a GPU; set while steps are captured alone."""
 
     @classmethod
-    def empty(cls, c: config.MLA, batch: int, dtype: torch.dtype) -> Self:
+    def empty(cls, c: config.MLA, batch: int, dtype: torch.dtype, device: torch.device) -> Self:
         """Return the state before the first token."""
+        room, about = ROOM if device.type == "cpu" else GPU_ROOM, {"dtype": dtype, "device": device}
         return cls(
-            torch.empty(batch, ROOM, c.latent_rank, dtype=dtype), torch.empty(batch, ROOM, c.shared_dim, dtype=dtype)
+            torch.empty(batch, room, c.latent_rank, **about),  # type: ignore[call-overload]
+            torch.empty(batch, room, c.shared_dim, **about),  # type: ignore[call-overload]
         )
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything worth saving, by name: the valid part of the buffers."""
         return {"latent_BSR": self.latent_BSR[:, : self.length], "shared_BSJ": self.shared_BSJ[:, : self.length]}
+
+    def buffers(self) -> tuple[Tensor, ...]:
+        """The memory that it lies in."""
+        return self.latent_BSR, self.shared_BSJ
 
     def keep(self) -> Self:
         """Return the state as it is, at no cost: later tokens are written behind ``length``, never before it.
@@ -76,14 +87,20 @@ class State:
         self.append(saved["latent_BSR"], saved["shared_BSJ"])
 
     def append(self, latent_BTR: Tensor, shared_BTJ: Tensor) -> None:
-        """Store T more positions, with room for three times as many again when the buffers must grow."""
-        end = self.length + latent_BTR.shape[1]
-        if end > self.latent_BSR.shape[1]:
-            self.latent_BSR = _grown(self.latent_BSR, self.length, 4 * end)
-            self.shared_BSJ = _grown(self.shared_BSJ, self.length, 4 * end)
+        """Store T more positions."""
+        end = self.reserve(latent_BTR.shape[1])
         self.latent_BSR[:, self.length : end] = latent_BTR
         self.shared_BSJ[:, self.length : end] = shared_BTJ
         self.length = end
+
+    def reserve(self, tokens: int) -> int:
+        """Have room for so many more positions; return how many there are with them."""
+        end = self.length + tokens
+        if end > self.latent_BSR.shape[1]:
+            size = end * (4 if self.latent_BSR.device.type == "cpu" else 2)
+            self.latent_BSR = _grown(self.latent_BSR, self.length, size)
+            self.shared_BSJ = _grown(self.shared_BSJ, self.length, size)
+        return end
 
 
 def _grown(buffer: Tensor, used: int, size: int) -> Tensor:

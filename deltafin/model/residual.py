@@ -1,9 +1,11 @@
 """The residual stream: a plain sum, or attention residuals, behind the same verbs."""
 
+import torch
 from torch import Tensor
 
 from deltafin.config import AttentionResidual, Plain
 from deltafin.ops import Ops
+from deltafin.transfer import moved
 
 
 class Sum:
@@ -11,6 +13,10 @@ class Sum:
 
     def __init__(self, x_BTD: Tensor) -> None:
         self.prefix = x_BTD
+
+    def to(self, device: torch.device) -> None:
+        """Go on in another device's memory."""
+        self.prefix = moved(self.prefix, device)
 
     def read(self, query_D: Tensor | None, ops: Ops) -> Tensor:
         """Return what the next sublayer sees (before its norm), BTD."""
@@ -37,6 +43,10 @@ class Mixture:
     def prefix(self) -> Tensor:
         """The sum that is still running."""
         return self.sums[self.finished]
+
+    def to(self, device: torch.device) -> None:
+        """Go on in another device's memory."""
+        self.sums = moved(self.sums, device)
 
     def read(self, query_D: Tensor | None, ops: Ops) -> Tensor:
         """Return the mixture that the next sublayer sees (before its norm), BTD."""

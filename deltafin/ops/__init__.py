@@ -6,14 +6,28 @@ same state and gives the same answer; ``deltafin verify`` compares every row wit
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 
 from deltafin.ops import reference
-from deltafin.ops.reference import DeltaState, DeltaWeights, Expert
+from deltafin.ops.reference import DeltaState, DeltaWeights, Expert, Stack
 
-__all__ = ["BACKENDS", "FEW", "REFERENCE", "ROWS", "DeltaState", "DeltaWeights", "Expert", "Ops", "load", "overrides"]
+__all__ = [
+    "BACKENDS",
+    "FEW",
+    "REFERENCE",
+    "ROWS",
+    "DeltaState",
+    "DeltaWeights",
+    "Expert",
+    "Ops",
+    "Stack",
+    "gpus",
+    "load",
+    "overrides",
+    "ready",
+]
 
 
 @dataclass(frozen=True)
@@ -21,6 +35,8 @@ class Ops:
     """One implementation of everything a model needs. Signatures and meaning: the functions in ``reference``."""
 
     name: str
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"), kw_only=True)
+    """Where tensors lie that are given to it."""
     linear: Callable = reference.linear
     linears: Callable = reference.linears
     rms_norm: Callable = reference.rms_norm
@@ -65,6 +81,27 @@ def ready(name: str, threads: int, cores: list[int], progress: Callable[[str], N
     backend = importlib.import_module(BACKENDS[name])
     backend.prepare(threads, cores, progress)
     return backend.OPS
+
+
+OLDEST, HALVES = (7, 5), (8, 0)
+"""Compute capabilities of GPUs from which on kernels run, and from which on these multiply bfloat16."""
+
+
+def gpus() -> list[Ops]:
+    """Return the operations of every GPU that kernels run on; ``ImportError`` where there is one, but no Triton.
+
+    Their ``form`` names the chip, and what it lacks.
+    """
+    if not torch.cuda.is_available():
+        return []
+    table, found = load("triton"), list[Ops]()
+    for i in range(torch.cuda.device_count()):
+        about = torch.cuda.get_device_properties(i)
+        chip = (about.major, about.minor)
+        form = about.name if chip >= HALVES else f"{about.name}, which has no bfloat16: products in float32"
+        if chip >= OLDEST:
+            found.append(replace(table, device=torch.device("cuda", i), form=form))
+    return found
 
 
 def overrides(ops: Ops) -> Iterator[str]:

@@ -14,6 +14,7 @@ form with the largest matrix products. The two agree within a tolerance, not bit
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -39,6 +40,23 @@ class Expert(NamedTuple):
     gate: Weight
     up: Weight
     down: Weight
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Experts that lie side by side: gate and up [X, F, M], down [X, M, F]. Called with a number, one of them."""
+
+    gate: Weight
+    up: Weight
+    down: Weight
+
+    def __call__(self, x: int) -> Expert:
+        """Return an expert, as views."""
+        return Expert(*(_one(weight, x) for weight in (self.gate, self.up, self.down)))
+
+
+def _one(weight: Weight, x: int) -> Weight:
+    return weight[x] if isinstance(weight, Tensor) else type(weight)(weight.codes[x], weight.scales[x])
 
 
 def wide(x: Tensor) -> Tensor:
@@ -352,10 +370,11 @@ def experts(
 ) -> Tensor:
     """Return the weighted sum over each row's experts, NM, summed in float32 or wider by increasing id.
 
-    In ``dtype``, or else in x's type: sums that others are added to are not rounded before.
+    ``expert`` gives one by its number, and may be a ``Stack``; -1 stands for one that is not here, and adds nothing.
+    The result is in ``dtype``, or else in x's type: sums that others are added to are not rounded before.
     """
     y_NM = torch.zeros_like(wide(x_NM))
-    for x in ids_NE.unique().tolist():
+    for x in ids_NE[ids_NE >= 0].unique().tolist():
         rows, place = (ids_NE == x).nonzero(as_tuple=True)
         gate, up, down = expert(x)
         h = activate(linear(x_NM[rows], gate), linear(x_NM[rows], up), activation)

@@ -1,0 +1,571 @@
+"""Latent attention: ``attention``, and what decoding inside a captured graph needs, ``attend_few`` and ``append``.
+
+A few tokens attend in absorbed form, in three launches: queries move into the latent space; programs each take some
+heads and a range of positions, and read the cache as it is, a tile serving as keys and as values; the ranges are
+merged and the values' projection comes last. Where a row's ranges begin depends on its own number of positions
+alone, so neither other rows nor the capacity of the buffers change a bit. Many tokens attend to keys and values that
+are made for a block of positions at a time, unless absorbed is less work.
+"""
+
+from types import ModuleType
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language import constexpr
+
+from deltafin.ops import FEW, reference
+from deltafin.quant import MXFP4, Int8
+from deltafin.weights import Weight
+
+POSITIONS = 2048
+"""Positions whose keys and values are made at a time for many tokens: 100 MB of them for 96 heads in bfloat16."""
+
+DENSE, INT8, FP4 = constexpr(0), constexpr(1), constexpr(2)
+LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def stored(weight, scales, row, column, columns, mask, KIND: constexpr):
+    """Return a tile of a weight [.., columns] in float32, unpacked in registers; ``row`` and ``column`` are indices."""
+    row = row.to(tl.int64)[:, None]
+    column = column[None, :]
+    if KIND == FP4:
+        codes = tl.load(weight + row * (columns // 2) + column // 2, mask, 0).to(tl.int32) >> column % 2 * 4
+        units = (codes & 7).to(tl.float32)
+        units = tl.where(units < 4, units * 0.5, tl.where(units < 6, units - 2, units * 2 - 8))
+        exponent = tl.load(scales + row * (columns // 32) + column // 32, mask, 0).to(tl.int32)
+        power = tl.where(exponent == 0, 1 << 22, exponent << 23).to(tl.float32, bitcast=True)  # 2^-127 is a subnormal
+        return tl.where(codes & 8 != 0, -units, units) * power
+    values = tl.load(weight + row * columns + column, mask, 0).to(tl.float32)
+    return values * tl.load(scales + row) if KIND == INT8 else values
+
+
+@triton.jit(do_not_specialize=["rows"])  # one program for any number of rows: the same bits
+def _absorb(
+    query,
+    up,
+    scales,
+    out,
+    rows,
+    heads,
+    plain,
+    common,
+    value,
+    rank,
+    factor,
+    KIND: constexpr,
+    PLAIN: constexpr,
+    COMMON: constexpr,
+    RANKS: constexpr,
+):
+    """Move a head's queries of all rows into the latent space: RANKS of its channels, and once the common part."""
+    h = tl.program_id(0)
+    p, r = tl.arange(0, PLAIN), tl.program_id(1) * RANKS + tl.arange(0, RANKS)
+    mask = (p < plain)[:, None] & (r < rank)[None, :]
+    key_up = stored(up, scales, h * (plain + value) + tl.minimum(p, plain - 1), r, rank, mask, KIND)
+    j = tl.arange(0, COMMON)
+    for n in range(rows):
+        q = query + (n * heads + h).to(tl.int64) * (plain + common)
+        place = out + (n * heads + h).to(tl.int64) * (rank + common)
+        own = tl.load(q + p, p < plain, 0).to(tl.float32) * factor
+        tl.store(place + r, tl.sum(own[:, None] * key_up, 0), r < rank)
+        if tl.program_id(1) == 0:
+            tl.store(place + rank + j, tl.load(q + plain + j, j < common, 0).to(tl.float32) * factor, j < common)
+
+
+@triton.jit
+def _range(length, n, tokens, TILE: constexpr, SPLITS: constexpr):
+    """How many positions row n sees, and how many of them are a range."""
+    seen = tl.load(length) - tokens + n % tokens + 1
+    return seen, tl.cdiv(tl.cdiv(seen, TILE), SPLITS) * TILE
+
+
+@triton.jit
+def _attend(
+    query,
+    latent,
+    shared,
+    length,
+    parts,
+    tops,
+    masses,
+    latent_batch,
+    latent_stride,
+    shared_batch,
+    shared_stride,
+    room,
+    tokens,
+    heads,
+    rank,
+    common,
+    RANK: constexpr,
+    COMMON: constexpr,
+    HEADS: constexpr,
+    GROUP: constexpr,
+    DEPTH: constexpr,
+    TILE: constexpr,
+    SPLITS: constexpr,
+    PRECISION: constexpr,
+):
+    """Attend from GROUP heads of a row to a range of positions: weighted sum of latents, largest score, mass.
+
+    Scores are base-2 logarithms. HEADS is GROUP or more, a power of two. Scores are made DEPTH channels at a time:
+    what three products of float32 are made of does not fit the registers at once.
+    """
+    split, n = tl.program_id(1), tl.program_id(2)
+    seen, size = _range(length, n, tokens, TILE, SPLITS)
+    first = split * size
+    last = tl.minimum(first + size, seen)
+    if first >= last:
+        return
+    i, r, j = tl.arange(0, HEADS), tl.arange(0, RANK), tl.arange(0, COMMON)
+    h = tl.program_id(0) * GROUP + i
+    mine = ((i < GROUP) & (h < heads))[:, None]
+    q = query + (n.to(tl.int64) * heads + h)[:, None] * (rank + common)
+    own = tl.load(q + r[None, :], mine & (r < rank)[None, :], 0)
+    both = tl.load(q + rank + j[None, :], mine & (j < common)[None, :], 0)
+    b = (n // tokens).to(tl.int64)
+    latent += b * latent_batch
+    shared += b * shared_batch
+    top = tl.full([HEADS], -float("inf"), tl.float32)
+    mass = tl.zeros([HEADS], tl.float32)
+    total = tl.zeros([HEADS, RANK], tl.float32)
+    for start in range(first, last, TILE):
+        s = start + tl.arange(0, TILE)
+        here = (s < last)[:, None]
+        place = s.to(tl.int64)[:, None]
+        k = tl.load(shared + place * shared_stride + j[None, :], here & (j < common)[None, :], 0).to(both.dtype)
+        c = tl.load(latent + place * latent_stride + r[None, :], here & (r < rank)[None, :], 0).to(both.dtype)
+        scores = tl.dot(both, tl.trans(k), input_precision=PRECISION)
+        if DEPTH == RANK:
+            scores = tl.dot(own, tl.trans(c), scores, input_precision=PRECISION)
+        else:
+            for begin in range(0, rank, DEPTH):
+                d = begin + tl.arange(0, DEPTH)
+                few = tl.load(q + d[None, :], mine & (d < rank)[None, :], 0)
+                x = tl.load(latent + place * latent_stride + d[None, :], here & (d < rank)[None, :], 0).to(both.dtype)
+                scores = tl.dot(few, tl.trans(x), scores, input_precision=PRECISION)
+        scores = tl.where((s < last)[None, :], scores, -float("inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        shrink = tl.exp2(top - higher)
+        p = tl.exp2(scores - higher[:, None])
+        mass = mass * shrink + tl.sum(p, 1)
+        total = tl.dot(p.to(both.dtype), c, total * shrink[:, None], input_precision=PRECISION)
+        top = higher
+    place = (n.to(tl.int64) * room + split) * heads + h
+    tl.store(parts + place[:, None] * rank + r[None, :], total, mine & (r < rank)[None, :])
+    tl.store(tops + place, top, (i < GROUP) & (h < heads))
+    tl.store(masses + place, mass, (i < GROUP) & (h < heads))
+
+
+@triton.jit
+def _finish(
+    parts,
+    tops,
+    masses,
+    length,
+    up,
+    scales,
+    gate,
+    out,
+    room,
+    tokens,
+    heads,
+    plain,
+    value,
+    rank,
+    KIND: constexpr,
+    RANK: constexpr,
+    VALUES: constexpr,
+    TILE: constexpr,
+    SPLITS: constexpr,
+    GATED: constexpr,
+):
+    """Merge a head's ranges and make VALUES of its values, with the output gate if there is one."""
+    h, n = tl.program_id(0), tl.program_id(1)
+    r = tl.arange(0, RANK)
+    seen, size = _range(length, n, tokens, TILE, SPLITS)
+    used = tl.cdiv(seen, size)
+    at = tl.arange(0, 16)
+    place = n.to(tl.int64) * room * heads + h
+    every = tl.arange(0, SPLITS)
+    top = tl.load(tops + place + every * heads, every < used, -float("inf"))
+    highest = tl.max(top, 0)
+    mass = tl.sum(tl.load(masses + place + every * heads, every < used, 0) * tl.exp2(top - highest), 0)
+    total = tl.zeros([RANK], tl.float32)
+    for start in range(0, used, 16):
+        s = start + at
+        share = tl.exp2(tl.load(tops + place + s * heads, s < used, -float("inf")) - highest)
+        part = place + s.to(tl.int64) * heads
+        total += tl.sum(
+            tl.load(parts + part[:, None] * rank + r[None, :], (s < used)[:, None] & (r < rank)[None, :], 0)
+            * share[:, None],
+            0,
+        )
+    total /= mass
+    v = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
+    row = h * (plain + value) + plain + tl.minimum(v, value - 1)
+    y = tl.sum(stored(up, scales, row, r, rank, (v < value)[:, None] & (r < rank)[None, :], KIND) * total[None, :], 1)
+    place = (n * heads + h).to(tl.int64) * value + v
+    if GATED:
+        y *= tl.sigmoid(tl.load(gate + place, v < value, 0).to(tl.float32))
+    tl.store(out + place, y, v < value)
+
+
+@triton.jit
+def _append(
+    x,
+    norm,
+    latent,
+    shared,
+    length,
+    eps,
+    latent_batch,
+    latent_stride,
+    shared_batch,
+    shared_stride,
+    tokens,
+    rank,
+    common,
+    RANK: constexpr,
+    COMMON: constexpr,
+):
+    """Store one row's latent, after its norm, and shared key."""
+    n = tl.program_id(0)
+    b, s = (n // tokens).to(tl.int64), (tl.load(length) - tokens + n % tokens).to(tl.int64)
+    r, j = tl.arange(0, RANK), tl.arange(0, COMMON)
+    x += n.to(tl.int64) * (rank + common)
+    raw = tl.load(x + r, r < rank, 0)
+    c = raw.to(tl.float32)
+    c = (c * tl.rsqrt(tl.sum(c * c, 0) / rank + eps)).to(raw.dtype)
+    c = (c.to(tl.float32) * tl.load(norm + r, r < rank, 0).to(raw.dtype).to(tl.float32)).to(raw.dtype)
+    tl.store(latent + b * latent_batch + s * latent_stride + r, c, r < rank)
+    tl.store(shared + b * shared_batch + s * shared_stride + j, tl.load(x + rank + j, j < common), j < common)
+
+
+@triton.jit
+def _expand(
+    latent,
+    up,
+    scales,
+    out,
+    latent_stride,
+    positions,
+    outputs,
+    rank,
+    KIND: constexpr,
+    ROWS: constexpr,
+    COLUMNS: constexpr,
+    DEPTH: constexpr,
+    PRECISION: constexpr,
+):
+    """Make keys and values [positions, outputs] of a block of latents, in out's type, which products are made in."""
+    s = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    o = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    row = tl.minimum(o, outputs - 1)
+    # The scale of an int8 row comes last: its codes are exact in bfloat16, their products with it are not.
+    for start in range(0, rank, DEPTH):
+        r = start + tl.arange(0, DEPTH)
+        here = (s < positions)[:, None] & (r < rank)[None, :]
+        c = tl.load(latent + s.to(tl.int64)[:, None] * latent_stride + r[None, :], here, 0)
+        mask = (o < outputs)[:, None] & (r < rank)[None, :]
+        w = stored(up, scales, row, r, rank, mask, DENSE if KIND == INT8 else KIND)
+        kind = out.dtype.element_ty
+        total = tl.dot(c.to(kind), tl.trans(w.to(kind)), total, input_precision=PRECISION)
+    if KIND == INT8:
+        total *= tl.load(scales + row)[None, :]
+    place = s.to(tl.int64)[:, None] * outputs + o[None, :]
+    tl.store(out + place, total, (s < positions)[:, None] & (o < outputs)[None, :])
+
+
+@triton.jit
+def _attend_expanded(
+    query,
+    expanded,
+    shared,
+    totals,
+    tops,
+    masses,
+    out,
+    shared_stride,
+    start,
+    positions,
+    seen,
+    tokens,
+    heads,
+    plain,
+    common,
+    value,
+    factor,
+    FIRST: constexpr,
+    LAST: constexpr,
+    PLAIN: constexpr,
+    COMMON: constexpr,
+    VALUE: constexpr,
+    ROWS: constexpr,
+    TILE: constexpr,
+    PRECISION: constexpr,
+):
+    """Attend from ROWS tokens of a head to one block of positions, with what earlier blocks left and for later ones."""
+    h = tl.program_id(1)
+    i, j = tl.arange(0, PLAIN), tl.arange(0, COMMON)
+    v = tl.arange(0, VALUE)
+    begin = tl.program_id(0) * ROWS
+    t = begin + tl.arange(0, ROWS)
+    kind = expanded.dtype.element_ty
+    row = t.to(tl.int64) * heads + h
+    q = query + row[:, None] * (plain + common)
+    own = tl.load(q + i[None, :], (t < tokens)[:, None] & (i < plain)[None, :], 0).to(kind)
+    both = tl.load(q + plain + j[None, :], (t < tokens)[:, None] & (j < common)[None, :], 0).to(kind)
+    if FIRST:
+        top = tl.full([ROWS], -float("inf"), tl.float32)
+        mass = tl.zeros([ROWS], tl.float32)
+        total = tl.zeros([ROWS, VALUE], tl.float32)
+    else:
+        top = tl.load(tops + row, t < tokens, 0)
+        mass = tl.load(masses + row, t < tokens, 1)
+        total = tl.load(totals + row[:, None] * value + v[None, :], (t < tokens)[:, None] & (v < value)[None, :], 0)
+    last = seen - tokens + t - start  # of the positions of this block, the last that a token sees
+    width = plain + value
+    for first in range(0, tl.minimum(positions, seen - tokens + begin + ROWS - start), TILE):
+        s = first + tl.arange(0, TILE)
+        here = (s < positions)[:, None]
+        kv = expanded + (s.to(tl.int64)[:, None] * heads + h) * width
+        k = tl.load(kv + i[None, :], here & (i < plain)[None, :], 0)
+        c = tl.load(shared + s.to(tl.int64)[:, None] * shared_stride + j[None, :], here & (j < common)[None, :], 0)
+        scores = tl.dot(own, tl.trans(k), input_precision=PRECISION)
+        scores = tl.dot(both, tl.trans(c.to(kind)), scores, input_precision=PRECISION) * factor
+        scores = tl.where(s[None, :] <= last[:, None], scores, -float("inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        shrink = tl.exp2(top - higher)
+        p = tl.exp2(scores - higher[:, None])
+        mass = mass * shrink + tl.sum(p, 1)
+        values = tl.load(kv + plain + v[None, :], here & (v < value)[None, :], 0)
+        total = tl.dot(p.to(kind), values, total * shrink[:, None], input_precision=PRECISION)
+        top = higher
+    place = row[:, None] * value + v[None, :]
+    mask = (t < tokens)[:, None] & (v < value)[None, :]
+    if LAST:
+        tl.store(out + place, total / mass[:, None], mask)
+    else:
+        tl.store(totals + place, total, mask)
+        tl.store(tops + row, top, t < tokens)
+        tl.store(masses + row, mass, t < tokens)
+
+
+def _packed(up: Weight) -> tuple[Tensor, Tensor, int]:
+    """Return what a weight is stored in, its scales (or anything, where there are none), and its kind."""
+    if isinstance(up, Int8):
+        return up.codes, up.scales, INT8.value
+    if isinstance(up, MXFP4):
+        return up.codes, up.scales, FP4.value
+    return up, up, DENSE.value
+
+
+def _known(q_BTHC: Tensor, latent_BSR: Tensor, shared_BSJ: Tensor, up: Weight) -> bool:
+    """Whether the kernels read all of this."""
+    known = (torch.float32, torch.bfloat16)
+    return (
+        q_BTHC.dtype in known
+        and latent_BSR.dtype == shared_BSJ.dtype
+        and latent_BSR.dtype in known
+        and latent_BSR.stride(2) == shared_BSJ.stride(2) == 1
+        and (isinstance(up, Int8 | MXFP4) or (up.dtype in known and up.is_contiguous()))
+    )
+
+
+def _kind(q_BTHC: Tensor, latent_BSR: Tensor) -> torch.dtype:
+    """What products are made in: bfloat16 where all is that already, and the GPU multiplies it."""
+    halves = q_BTHC.dtype == latent_BSR.dtype == torch.bfloat16 and not _old(q_BTHC.device)
+    return torch.bfloat16 if halves else torch.float32
+
+
+def _old(device: torch.device) -> bool:
+    """Whether a GPU has no tensor cores for bfloat16 and float32: before compute capability 8.0."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
+
+
+def _precision(device: torch.device) -> str:
+    """How a product of float32 stays one: three products of tensor cores, or none where they are too old."""
+    return "tf32x3" if device.type == "cuda" and not _old(device) else "ieee"
+
+
+def _padded(width: int) -> int:
+    """The next power of two, 32 at least: products of 16 columns of bfloat16 come out wrong on Hopper (Triton 3.6)."""
+    return max(32, triton.next_power_of_2(width))
+
+
+def _hopper(kind: torch.dtype, latent_BSR: Tensor, shared_BSJ: Tensor) -> ModuleType | None:
+    """Return the form of ``_attend`` for compute capability 9.0, where it reads these caches on this GPU."""
+    device, widths = latent_BSR.device, (latent_BSR.shape[2], shared_BSJ.shape[2])
+    if kind != torch.bfloat16 or device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return None
+    aligned = all(x.data_ptr() % 16 == x.stride(0) % 8 == x.stride(1) % 8 == 0 for x in (latent_BSR, shared_BSJ))
+    try:
+        from deltafin.gpu_kernels import hopper
+    except ImportError:  # Gluon is younger than Triton
+        return None
+    return hopper if aligned and widths == (hopper.RANK.value, hopper.COMMON.value) else None
+
+
+def _sizes(kind: torch.dtype, heads: int, ranks: int, device: torch.device) -> tuple[int, dict[str, int]]:
+    """Return how many programs take a row's heads, and the sizes of ``_attend``.
+
+    SPLITS is how many ranges a row is cut into, at most: some programs for each multiprocessor of a large GPU. It is
+    part of the result's last bits, and so no matter of how many rows or multiprocessors there are.
+    """
+    if kind == torch.bfloat16:
+        most = min(32, _padded(heads))
+        groups = triton.cdiv(heads, most)
+        sizes = {"HEADS": most, "GROUP": triton.cdiv(heads, groups), "TILE": 32, "SPLITS": 256 if groups == 1 else 128}
+        return groups, sizes | {"DEPTH": ranks, "num_warps": 4, "num_stages": 2}
+    tile = 16 if _old(device) else 32
+    sizes = {"HEADS": 16, "GROUP": 16, "TILE": tile, "SPLITS": 64, "DEPTH": min(64, ranks)}
+    return triton.cdiv(heads, 16), sizes | {"num_warps": 8, "num_stages": 1}
+
+
+def attend_few(
+    q_BTHC: Tensor,
+    latent_BSR: Tensor,
+    shared_BSJ: Tensor,
+    length: Tensor,
+    up: Weight,
+    value_dim: int,
+    gate_BTC: Tensor | None = None,
+) -> Tensor:
+    """Attend in absorbed form from the last T of ``length`` positions; return BTHV in the query's type.
+
+    ``latent_BSR`` and ``shared_BSJ`` are whole buffers of any capacity; ``length``, int32 [1] on their device, counts
+    the positions that mean something, these T included. Nothing is read back from the device, and the launches
+    depend on shapes alone, so that a captured graph stays good while the context grows. ``gate_BTC`` [B, T, H V], if
+    any: the result is multiplied by its sigmoid.
+    """
+    batch, tokens, heads, channels = q_BTHC.shape
+    rank, common = latent_BSR.shape[2], shared_BSJ.shape[2]
+    plain, rows, device = channels - common, batch * tokens, q_BTHC.device
+    kind, ranks = _kind(q_BTHC, latent_BSR), _padded(rank)
+    hopper = _hopper(kind, latent_BSR, shared_BSJ)
+    programs, sizes = hopper.sizes(heads) if hopper else _sizes(kind, heads, ranks, device)
+    cut = {"TILE": sizes["TILE"], "SPLITS": sizes["SPLITS"]}
+    splits = min(cut["SPLITS"], triton.cdiv(latent_BSR.shape[1], cut["TILE"]))
+    weight, scales, storage = _packed(up)
+    query = torch.empty(rows, heads, rank + common, dtype=kind, device=device)
+    parts = torch.empty(rows, splits, heads, rank, device=device)
+    tops, masses = torch.empty(2, rows, splits, heads, device=device)
+    out = torch.empty(batch, tokens, heads, value_dim, dtype=q_BTHC.dtype, device=device)
+    _absorb[heads, triton.cdiv(rank, min(64, ranks))](
+        *(q_BTHC.contiguous(), weight, scales, query),
+        *(rows, heads, plain, common, value_dim, rank, channels**-0.5 * LOG2E),
+        KIND=storage,
+        PLAIN=_padded(plain),
+        COMMON=_padded(common),
+        RANKS=min(64, ranks),
+    )
+    cache = (latent_BSR, shared_BSJ, length, parts, tops, masses)
+    strides = (latent_BSR.stride(0), latent_BSR.stride(1), shared_BSJ.stride(0), shared_BSJ.stride(1))
+    if hopper:
+        how = {"GROUP": sizes["GROUP"], "SPLITS": sizes["SPLITS"], "num_warps": hopper.WARPS}
+        hopper.attend[programs, splits, rows](query, *cache, *strides, splits, tokens, heads, **how)
+    else:
+        _attend[programs, splits, rows](
+            *(query, *cache, *strides, splits, tokens, heads, rank, common),
+            RANK=ranks,
+            COMMON=_padded(common),
+            PRECISION=_precision(device),
+            **sizes,
+        )
+    _finish[heads, rows, triton.cdiv(value_dim, 32)](
+        *(parts, tops, masses, length, weight, scales),
+        *(out if gate_BTC is None else gate_BTC.contiguous(), out),
+        *(splits, tokens, heads, plain, value_dim, rank),
+        KIND=storage,
+        RANK=ranks,
+        VALUES=32,
+        GATED=gate_BTC is not None,
+        **cut,
+    )
+    return out
+
+
+def append(
+    latent_shared_BTC: Tensor, norm_R: Tensor, eps: float, latent_BSR: Tensor, shared_BSJ: Tensor, length: Tensor
+) -> None:
+    """Store T positions, the last of ``length``: the first R channels after their RMS norm, the other J as they are.
+
+    Buffers and ``length`` as in ``attend_few``; it counts these positions already.
+    """
+    batch, tokens, _ = latent_shared_BTC.shape
+    rank, common = latent_BSR.shape[2], shared_BSJ.shape[2]
+    _append[(batch * tokens,)](
+        *(latent_shared_BTC.contiguous(), norm_R, latent_BSR, shared_BSJ, length, eps),
+        *(latent_BSR.stride(0), latent_BSR.stride(1), shared_BSJ.stride(0), shared_BSJ.stride(1)),
+        *(tokens, rank, common),
+        RANK=_padded(rank),
+        COMMON=_padded(common),
+    )
+
+
+def _blocks(kind: torch.dtype, device: torch.device) -> tuple[int, int, dict[str, int]]:
+    """Return how many tokens and positions a program of ``attend_many`` takes at a time, its warps and stages."""
+    if kind == torch.float32:
+        rows = 16 if _old(device) else 32
+        return rows, rows, {"num_warps": 4, "num_stages": 1}
+    # Others of the same generations have 99 KB of shared memory, not 163 and more.
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) in ((8, 0), (9, 0), (10, 0), (10, 3)):
+        return 128, 64, {"num_warps": 8, "num_stages": 3}
+    return 64, 64, {"num_warps": 4, "num_stages": 2}
+
+
+def attend_many(q_BTHC: Tensor, latent_BSR: Tensor, shared_BSJ: Tensor, up: Weight, value_dim: int) -> Tensor:
+    """Attend in expanded form, ``POSITIONS`` at a time with a running softmax. Arguments as ``attention``."""
+    batch, tokens, heads, channels = q_BTHC.shape
+    seen, rank, common, device = latent_BSR.shape[1], latent_BSR.shape[2], shared_BSJ.shape[2], q_BTHC.device
+    outputs, plain = up.shape[0], channels - common
+    kind = _kind(q_BTHC, latent_BSR)
+    weight, scales, storage = _packed(up)
+    precision, query = _precision(device), q_BTHC.contiguous()
+    rows, tile, how = _blocks(kind, device)
+    expanded = torch.empty(min(seen, POSITIONS), outputs, dtype=kind, device=device)
+    totals = torch.empty(tokens, heads, value_dim, device=device)
+    tops, masses = torch.empty(2, tokens, heads, device=device)
+    out = torch.empty(batch, tokens, heads, value_dim, dtype=q_BTHC.dtype, device=device)
+    for b in range(batch):
+        for start in range(0, seen, POSITIONS):
+            latent, shared = latent_BSR[b, start : start + POSITIONS], shared_BSJ[b, start : start + POSITIONS]
+            _expand[triton.cdiv(outputs, 128), triton.cdiv(len(latent), rows)](
+                *(latent, weight, scales, expanded, latent.stride(0), len(latent), outputs, rank),
+                KIND=storage,
+                ROWS=rows,
+                COLUMNS=128,
+                DEPTH=min(64, _padded(rank)),
+                PRECISION=precision,
+                **how,
+            )
+            _attend_expanded[triton.cdiv(tokens, rows), heads](
+                *(query[b], expanded, shared, totals, tops, masses, out[b]),
+                *(shared.stride(0), start, len(shared), seen, tokens, heads, plain, common, value_dim),
+                channels**-0.5 * LOG2E,
+                FIRST=start == 0,
+                LAST=start + POSITIONS >= seen,
+                PLAIN=_padded(plain),
+                COMMON=_padded(common),
+                VALUE=_padded(value_dim),
+                ROWS=rows,
+                TILE=tile,
+                PRECISION=precision,
+                **how,
+            )
+    return out
+
+
+def attention(q_BTHC: Tensor, latent_BSR: Tensor, shared_BSJ: Tensor, up: Weight, value_dim: int) -> Tensor:
+    """See ``reference.attention``."""
+    if not _known(q_BTHC, latent_BSR, shared_BSJ, up):
+        return reference.attention(q_BTHC, latent_BSR, shared_BSJ, up, value_dim)
+    if q_BTHC.shape[1] > FEW:
+        return attend_many(q_BTHC, latent_BSR, shared_BSJ, up, value_dim)
+    length = torch.full((1,), latent_BSR.shape[1], dtype=torch.int32, device=q_BTHC.device)
+    return attend_few(q_BTHC, latent_BSR, shared_BSJ, length, up, value_dim)

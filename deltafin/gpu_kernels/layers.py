@@ -1,0 +1,30 @@
+"""Whole sublayers for a few tokens, where the model's own forward would have to know how long a cache is."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deltafin import config
+from deltafin.gpu_kernels.attention import append, attend_few
+
+
+def mla(c: config.MLA, w: Any, s: Any, x_BTD: Tensor, norm: Tensor, eps: float, ops: Any) -> Tensor | None:
+    """Norm and ``model.mla.forward``, with positions that are counted on the GPU: so it can be captured."""
+    tokens = x_BTD.shape[1]
+    length = s.position
+    if length is None:
+        length = torch.full((1,), s.length + tokens, dtype=torch.int32, device=x_BTD.device)
+    q, latent_shared, *gate = ops.linears(ops.rms_norm(x_BTD, norm, eps), w.first)
+    if w.q_up is not None:
+        q = ops.linear(ops.rms_norm(q, w.q_norm, c.eps), w.q_up)
+    end = s.reserve(tokens)
+    append(latent_shared, w.latent_norm, c.eps, s.latent_BSR, s.shared_BSJ, length)
+    o_BTHV = attend_few(
+        *(q.unflatten(-1, (c.heads, -1)), s.latent_BSR, s.shared_BSJ, length, w.latent_up, c.value_dim), *gate
+    )
+    s.length = end
+    return ops.linear(o_BTHV.flatten(2), w.out)
+
+
+WHOLE = {config.MLA: mla}
