@@ -109,20 +109,20 @@ def load(
     table = ops.REFERENCE if backend == "reference" else ops.ready("numba", threads, machine.cores(), progress)
     torch.set_num_threads(threads)  # after the kernels' pool has started, which sets it to its own
     most = placement.bytes_of(ram) if ram is not None else int(machine.memory().available * placement.SHARE)
-    kept, needs = heat.file_of(store.fingerprint), demand.of_files(store, resident, experts, DTYPES[dtype].itemsize)
+    needs = demand.of_files(store, resident, experts, DTYPES[dtype].itemsize)
+    kept = heat.file_of(store.fingerprint)
+    hot = heat.read(kept)
     place = _place(store, place, gpu, backend, dtype)
     tries = 0
     while True:
-        there = gpu_of(
-            *(store.path, needs, table), place=place, gpu=gpu, ram=most, heat=heat.read(kept), progress=progress
-        )
+        there = gpu_of(*(store.path, needs, table), place=place, gpu=gpu, ram=most, heat=hot, progress=progress)
         slots = _slots(store, ram is not None, most, there.placement.left if there else needs, experts)
         if slots is None and (pin or lookahead is not None):
             what = "pin" if pin else "lookahead"
             raise UsageError(f"{what} means nothing here: no experts are read while the model runs", "give ram as well")
         tiers = None
         if slots is not None:
-            tiers = Tiers(store, slots, ram=most, heat=heat.read(kept), lookahead=lookahead, readers=readers)
+            tiers = Tiers(store, slots, ram=most, heat=hot, lookahead=lookahead, readers=readers)
         try:
             model = Model(store, table, DTYPES[dtype], resident, experts, progress, tiers, there)
             break

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from deltafin.config import MoE
+from deltafin.experts import StackedExperts
 from deltafin.model import mla
 from deltafin.model.decoder import Block, Decoder, State, embedded, predict
 from deltafin.model.decoder import forward as plain
@@ -37,9 +38,8 @@ class Graphs:
 def graphs_for(blocks: Sequence[Block], head: torch.device) -> Graphs | None:
     """Return room for the graphs of a decoder; None where not all of a token runs on one GPU."""
     tables = {ops.device for block in blocks for ops in block.tables} | {head}
-    stacked = all(hasattr(b.ffn.experts, "stack") for b in blocks if isinstance(b.layer.ffn, MoE))
-    split = any(hasattr(b.ffn.experts, "rest") for b in blocks if isinstance(b.layer.ffn, MoE))
-    return Graphs() if tables == {head} and head.type == "cuda" and stacked and not split else None
+    stacked = all(isinstance(b.ffn.experts, StackedExperts) for b in blocks if isinstance(b.layer.ffn, MoE))
+    return Graphs() if tables == {head} and head.type == "cuda" and stacked else None
 
 
 def forward(m: Decoder, state: list[State], tokens_BT: Tensor, last: int = 1) -> Tensor:

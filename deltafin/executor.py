@@ -157,7 +157,8 @@ def _divided(
     if len(home.held) == count:
         return StackedExperts(stack)
     if isinstance(rest, PackedExperts):
-        rest.held = {x: expert for x, expert in rest.held.items() if x not in home.held}
+        there = set(home.held)
+        rest.held = {x: expert for x, expert in rest.held.items() if x not in there}
     return SplitExperts(stack, home.held, count, rest, ops, policy or AgedFrequency(), layer)
 
 

@@ -1,7 +1,7 @@
 """What of a model goes to the GPUs of this machine, within what may be used of them."""
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -25,7 +25,7 @@ class Placed:
     placement: Placement
     homes: Sequence[Home]
     head: Ops
-    policy: AgedFrequency = field(default_factory=AgedFrequency)
+    policy: AgedFrequency
     notes: Sequence[str] = ()
 
     def info(self) -> dict[str, object]:
@@ -66,13 +66,14 @@ def placed(
     place: str,
     gpu: str | int | None,
     ram: int,
-    heat: Iterable[Key],
+    heat: Mapping[Key, float],
     progress: Callable[[str], None] | None = None,
 ) -> Placed | None:
     """Return what goes where; None where all of it stays with the processor.
 
     ``place`` is one of ``PLACES``, ``gpu`` how much memory of each GPU may be used (default: nine tenths of what is
-    free), sizes parted by commas; ``ram`` that of the machine, bytes. ``heat`` names experts, the hottest first.
+    free), sizes parted by commas; ``ram`` that of the machine, bytes. ``heat`` is that of earlier runs, the
+    hottest expert first.
 
     Raises ``UsageError`` where a GPU is asked for and cannot be used.
     """
@@ -108,7 +109,7 @@ def placed(
         return None
     for table, budget in zip(found, budgets, strict=False):
         limit(table, budget)
-    return Placed(p, *homes(p, cpu, found, devices, heat), notes=notes)
+    return Placed(p, *homes(p, cpu, found, devices, heat), AgedFrequency(heat), notes)
 
 
 def _budgets(found: Sequence[Ops], gpu: str | int | None) -> tuple[list[int], list[str]]:

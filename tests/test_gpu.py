@@ -124,6 +124,7 @@ def test_the_hottest_experts_go_to_the_gpu(folders):
     hottest = sorted(heat, key=lambda key: (-heat[key], key))
     del first  # which keeps what it knows
     second = deltafin.load(folders["store"], place="gpu", gpu=size)
+    assert set(heat) <= set(second.placed.policy.heat)  # what it keeps in turn is not this run's alone
     for i, block in enumerate(second.decoder.blocks[1:], 1):
         ranked = [x for layer, x in hottest if layer == i]
         there = (block.ffn.experts.slot >= 0).nonzero().flatten().tolist()

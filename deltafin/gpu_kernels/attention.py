@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from deltafin.ops import FEW, reference
+from deltafin.ops import FEW, has_halves, reference
 from deltafin.quant import MXFP4, Int8
 from deltafin.weights import Weight
 
@@ -379,18 +379,13 @@ def _known(q_BTHC: Tensor, latent_BSR: Tensor, shared_BSJ: Tensor, up: Weight) -
 
 def _kind(q_BTHC: Tensor, latent_BSR: Tensor) -> torch.dtype:
     """What products are made in: bfloat16 where all is that already, and the GPU multiplies it."""
-    halves = q_BTHC.dtype == latent_BSR.dtype == torch.bfloat16 and not _old(q_BTHC.device)
+    halves = q_BTHC.dtype == latent_BSR.dtype == torch.bfloat16 and has_halves(q_BTHC.device)
     return torch.bfloat16 if halves else torch.float32
-
-
-def _old(device: torch.device) -> bool:
-    """Whether a GPU has no tensor cores for bfloat16 and float32: before compute capability 8.0."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
 
 
 def _precision(device: torch.device) -> str:
     """How a product of float32 stays one: three products of tensor cores, or none where they are too old."""
-    return "tf32x3" if device.type == "cuda" and not _old(device) else "ieee"
+    return "tf32x3" if device.type == "cuda" and has_halves(device) else "ieee"
 
 
 def _padded(width: int) -> int:
@@ -422,7 +417,7 @@ def _sizes(kind: torch.dtype, heads: int, ranks: int, device: torch.device) -> t
         groups = triton.cdiv(heads, most)
         sizes = {"HEADS": most, "GROUP": triton.cdiv(heads, groups), "TILE": 32, "SPLITS": 256 if groups == 1 else 128}
         return groups, sizes | {"DEPTH": ranks, "num_warps": 4, "num_stages": 2}
-    tile = 16 if _old(device) else 32
+    tile = 32 if has_halves(device) else 16
     sizes = {"HEADS": 16, "GROUP": 16, "TILE": tile, "SPLITS": 64, "DEPTH": min(64, ranks)}
     return triton.cdiv(heads, 16), sizes | {"num_warps": 8, "num_stages": 1}
 
@@ -511,7 +506,7 @@ def append(
 def _blocks(kind: torch.dtype, device: torch.device) -> tuple[int, int, dict[str, int]]:
     """Return how many tokens and positions a program of ``attend_many`` takes at a time, its warps and stages."""
     if kind == torch.float32:
-        rows = 16 if _old(device) else 32
+        rows = 32 if has_halves(device) else 16
         return rows, rows, {"num_warps": 4, "num_stages": 1}
     # Others of the same generations have 99 KB of shared memory, not 163 and more.
     if device.type == "cuda" and torch.cuda.get_device_capability(device) in ((8, 0), (9, 0), (10, 0), (10, 3)):

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltafin.ops import FEW, DeltaState, DeltaWeights, reference
+from deltafin.ops import FEW, DeltaState, DeltaWeights, has_halves, reference
 
 CHUNK = 64
 """Tokens whose writes to the state are solved for together in prefill; half as many where products are of float32."""
@@ -703,7 +703,7 @@ def _precision(x: Tensor, sizes: dict[str, int]) -> tuple[str, str]:
     not. They hold a head's state twice in shared memory. The form for bfloat16 came out wrong there for heads of 24
     and 16 channels, right for 128: it is taken for multiples of 64.
     """
-    if not x.is_cuda or torch.cuda.get_device_capability(x.device) < (8, 0):
+    if not x.is_cuda or not has_halves(x.device):
         return "ieee", "ieee"
     key, value = sizes["BK"], sizes["BV"]
     if x.dtype == torch.bfloat16 and sizes["K"] % 64 == 0 and sizes["V"] % 64 == 0:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltafin.ops import reference
+from deltafin.ops import has_halves, reference
 from deltafin.weights import Weight
 
 ROWS = 16
@@ -421,7 +421,7 @@ def _many_rows(
 
 def pieces(x: Tensor, w: Stored) -> int:
     """In how many bfloat16 pieces a product takes x; 0: in float32, as do devices without them, and float32 weights."""
-    if w.per == F32 or (x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 0)):
+    if w.per == F32 or not has_halves(x.device):
         return 0
     return 1 if x.dtype == torch.bfloat16 else 3
 

@@ -6,11 +6,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
+from deltafin.gpu_kernels.linear import ROWS
 from deltafin.ops import reference
 from deltafin.weights import Weight
-
-ROWS = 16
-"""Up to this many rows in a call give the same bits as one after the other."""
 
 EXPERTS = 4
 """Experts whose logits one program makes: several share a row's input, and some hundred programs are needed."""

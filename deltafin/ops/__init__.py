@@ -87,6 +87,11 @@ OLDEST, HALVES = (7, 5), (8, 0)
 """Compute capabilities of GPUs from which on kernels run, and from which on these multiply bfloat16."""
 
 
+def has_halves(device: torch.device) -> bool:
+    """Whether a device multiplies bfloat16; a processor does, in kernels that are interpreted there."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= HALVES
+
+
 def gpus() -> list[Ops]:
     """Return the operations of every GPU that kernels run on; ``ImportError`` where there is one, but no Triton.
 
