@@ -19,6 +19,7 @@ from deltafin.cpu_kernels.compiling import kernel
 from deltafin.cpu_kernels.linear import block, prepare
 from deltafin.cpu_kernels.many import attend, up_of
 from deltafin.cpu_kernels.mathematics import exp
+from deltafin.cpu_kernels.small import rounded
 from deltafin.cpu_kernels.stored import (
     ADDRESS,
     BF16,
@@ -48,7 +49,7 @@ LEAST, MOST = 4, 32
 TILE = v.HEADS
 
 PARALLEL = 64 << 10
-"""Bytes of cache below which waking a second thread costs more than it saves."""
+"""Bytes of cache and weight below which waking a second thread costs more than it saves."""
 
 
 @kernel()
@@ -170,21 +171,12 @@ def _span(kind, q, latent, latent_stride, shared, shared_stride, rank, common, f
 
 
 @kernel()
-def _rounded(x):
-    """The bits of the nearest bfloat16, the even one on a tie."""
-    bits = v.as_u32(x)
-    if x != x:
-        return np.uint32(0x7FC0)
-    return (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
-
-
-@kernel()
 def _pack(h, absorbed, queries):
     """Head h's absorbed queries of all rows as ``tiles.scores`` reads them: pairs of bfloat16."""
     for n in range(len(absorbed)):
         q, out = absorbed[n, h], queries[n, h // tiles.WIDTH]
         for i in range(len(out)):
-            out[i, h % tiles.WIDTH] = _rounded(q[2 * i]) | _rounded(q[2 * i + 1]) << np.uint32(16)
+            out[i, h % tiles.WIDTH] = rounded(q[2 * i]) | rounded(q[2 * i + 1]) << np.uint32(16)
 
 
 @kernel()
@@ -368,8 +360,8 @@ def attention(q_BTHC: Tensor, latent_BSR: Tensor, shared_BSJ: Tensor, up: Stored
     out = np.empty((rows, heads, value_dim), np.float32)
     about = table_of((row,))[0]
     few_queries(
-        *(about, channels - common, value_dim, q, is_coarse(q_BTHC), cache, lengths, tokens),
+        *(about, channels - common, value_dim, q, is_coarse(q_BTHC.dtype), cache, lengths, tokens),
         *(absorbed, queries.numpy().view(np.uint32), largest, mass, acc, prepared, out),
-        threads() if size * seen * rank > PARALLEL else 1,
+        threads() if size * seen * rank + row.outputs * int(about[STRIDE]) > PARALLEL else 1,
     )
     return as_tensor(out, q_BTHC)
