@@ -1,9 +1,8 @@
 """Whole sublayers for a few tokens, from the residual stream back to it: ``model/*.py`` in its order, from Numba.
 
 The way from Python to a kernel and back costs more than a small kernel, the more so as the weights that were read have
-pushed Python out of the caches. A sublayer is one call here, or two where Python has something to do in between: a
-cache that grows, experts that must be fetched. ``Ops.whole`` lists them by the kind of layer; the model's own forward
-does the same with one call an operation.
+pushed Python out of the caches. A sublayer is one call here, or two where experts must be fetched in between.
+``Ops.whole`` lists them by the kind of layer; the model's own forward does the same with one call an operation.
 """
 
 from collections.abc import Callable
@@ -11,18 +10,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from numba import carray
 from torch import Tensor
 
 from deltafin import config
 from deltafin.cpu_kernels import vector as v
-from deltafin.cpu_kernels.attention import attention
+from deltafin.cpu_kernels.attention import attend_few, cache_of, suits_tiles
 from deltafin.cpu_kernels.compiling import kernel
 from deltafin.cpu_kernels.delta import PARALLEL, arrays, few_tokens
 from deltafin.cpu_kernels.experts import few_experts, grouped, saturation
 from deltafin.cpu_kernels.linear import few_rows
 from deltafin.cpu_kernels.mathematics import sigmoid
 from deltafin.cpu_kernels.small import choose, mix, norm_rows, rounded
-from deltafin.cpu_kernels.stored import ADDRESS, HEAD, OUTPUTS, as_array, described, is_coarse, table_of
+from deltafin.cpu_kernels.stored import ADDRESS, F32, HEAD, KIND, MX, OUTPUTS, as_array, described, is_coarse, table_of
 from deltafin.cpu_kernels.threads import threads
 from deltafin.ops import Expert
 
@@ -158,26 +158,41 @@ def kda(c: config.KDA, w: Any, s: Any, stream: Any, norm: Tensor, query: Tensor 
 
 
 @kernel()
-def _before(stream, norm, first, q_norm, q_up, latent_norm, inner_eps, queries, rank, common, coarse, nt):
-    """Queries, normed latent, shared key, gate."""
-    sums, finished, _, query, eps = stream
-    y = product(first, normed(_read(sums, finished, query, eps), norm, eps), coarse, nt)
-    q = _part(y, 0, queries)
-    if len(q_up):
-        q = product(q_up, normed(q, q_norm, inner_eps), coarse, nt)
-    latent = normed(_part(y, queries, rank), latent_norm, inner_eps)
-    at = queries + rank
-    return q, latent, _part(y, at, common), _part(y, at + common, y.shape[1] - at - common)
+def _keep(kind, address, y):
+    """Store a row in a cache."""
+    if kind == F32:
+        place = carray(v.pointer(address), len(y), np.float32)
+        for i in range(len(y)):
+            place[i] = y[i]
+    else:
+        halves = carray(v.pointer(address), len(y), np.uint16)
+        for i in range(len(y)):
+            halves[i] = rounded(y[i])
 
 
 @kernel()
-def _after(stream, o, gate, out, coarse, nt):
-    """The output gate, the last projection, and the sum."""
-    if gate.shape[1]:
+def _mla(stream, norms, tables, sizes, cache, seen, tokens, in_tiles, coarse, nt):
+    sums, finished, place, query, eps = stream
+    norm, q_norm, latent_norm, inner_eps = norms
+    first, q_up, latent_up, out = tables
+    heads, value, queries = sizes
+    kind, latents, latent_batch, latent_stride, shared, shared_batch, shared_stride, rank, common = cache
+    y = product(first, normed(_read(sums, finished, query, eps), norm, eps), coarse, nt)
+    q, at = _part(y, 0, queries), queries + rank
+    if len(q_up):
+        q = product(q_up, normed(q, q_norm, inner_eps), coarse, nt)
+    latent = normed(_part(y, queries, rank), latent_norm, inner_eps)
+    for n in range(len(y)):
+        b, position = n // tokens, seen - tokens + n % tokens
+        _keep(kind, latents + b * latent_batch + position * latent_stride, latent[n])
+        _keep(kind, shared + b * shared_batch + position * shared_stride, y[n, at : at + common])
+    q = q.reshape(len(q), heads, q.shape[1] // heads)
+    o = attend_few(latent_up[0], value, q, coarse, cache, seen, tokens, in_tiles, nt).reshape(len(q), heads * value)
+    if y.shape[1] > at + common:  # the output gate
         for n in range(len(o)):
             for i in range(o.shape[1]):
-                o[n, i] *= sigmoid(gate[n, i])
-    _add(stream[0], stream[2], product(out, o, coarse, nt))
+                o[n, i] *= sigmoid(y[n, at + common + i])
+    _add(sums, place, product(out, o, coarse, nt))
 
 
 def mla(c: config.MLA, w: Any, s: Any, stream: Any, norm: Tensor, query: Tensor | None, ops: Any) -> bool:
@@ -185,24 +200,23 @@ def mla(c: config.MLA, w: Any, s: Any, stream: Any, norm: Tensor, query: Tensor 
 
     def make():
         tables = _plan(w.first, w.q_up, w.latent_up, w.out)
+        if tables is None or tables[2][0, KIND] == MX:
+            return None
         norms = (norm, norm if w.q_norm is None else w.q_norm, w.latent_norm)
-        return tables and (*tables, _query(query), *(as_array(n) for n in norms))
+        sizes = c.heads, c.value_dim, int(tables[0][0, OUTPUTS])
+        return _query(query), (*(as_array(n) for n in norms), np.float32(c.eps)), tables, sizes
 
-    made = _kept(w, make)
+    made, tokens = _kept(w, make), stream.sums.shape[2]
     if made is None:
         return False
-    first, q_up, _, out, read, before, q_norm, latent_norm = made
-    coarse, nt, rows = is_coarse(stream.dtype), threads(), _stream(stream, read)
-    q, latent, shared, gate = _before(
-        *(rows, before, first, q_norm, q_up, latent_norm, np.float32(c.eps)),
-        *(int(first[0, OUTPUTS]), c.latent_rank, c.shared_dim, coarse, nt),
-    )
-    batch, tokens = stream.sums.shape[1:3]
-    s.append(*(torch.from_numpy(y).view(batch, tokens, -1) for y in (latent, shared)))
-    cache = s.tensors()
-    q_BTHC = torch.from_numpy(q).view(batch, tokens, c.heads, -1).to(stream.dtype)
-    o = attention(q_BTHC, cache["latent_BSR"], cache["shared_BSJ"], w.latent_up, c.value_dim)
-    _after(rows, as_array(o).reshape(len(q), -1), gate, out, coarse, nt)
+    read, norms, tables, sizes = made
+    end = s.reserve(tokens)
+    cache = cache_of(*s.buffers())
+    if cache is None:
+        return False
+    about = cache, end, tokens, suits_tiles(stream.dtype, cache), is_coarse(stream.dtype), threads()
+    _mla(_stream(stream, read), norms, tables, sizes, *about)
+    s.length = end
     return True
 
 

@@ -66,8 +66,8 @@ def _kda() -> None:
 
 
 def _mla() -> None:
-    cache = {"latent_BSR": torch.ones(1, 4, 16), "shared_BSJ": torch.ones(1, 4, 16)}
-    s = SimpleNamespace(append=lambda latent, shared: None, tensors=lambda: cache)
+    cache = torch.ones(1, 4, 16), torch.ones(1, 4, 16)
+    s = SimpleNamespace(reserve=lambda tokens: 1, buffers=lambda: cache)
     w = SimpleNamespace(
         **{"first": (ONE, ONE, ONE[:16]), "q_up": None, "q_norm": None},
         **{"latent_up": ONE[:, :16].contiguous(), "latent_norm": torch.ones(16), "out": ONE[:, :16].contiguous()},
