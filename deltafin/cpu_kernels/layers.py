@@ -1,8 +1,9 @@
 """Whole sublayers for a few tokens, from the residual stream back to it: ``model/*.py`` in its order, from Numba.
 
 The way from Python to a kernel and back costs more than a small kernel, the more so as the weights that were read have
-pushed Python out of the caches. A sublayer is one call here, or two where experts must be fetched in between.
-``Ops.whole`` lists them by the kind of layer; the model's own forward does the same with one call an operation.
+pushed Python out of the caches. A sublayer is one call here, or a few: where experts must be fetched in between, and
+where one would take too long to compile. ``Ops.whole`` lists them by the kind of layer; the model's own forward does
+the same with one call an operation.
 """
 
 from collections.abc import Callable
@@ -171,11 +172,10 @@ def _keep(kind, address, y):
 
 
 @kernel()
-def _mla(stream, norms, tables, sizes, cache, seen, tokens, in_tiles, coarse, nt):
-    sums, finished, place, query, eps = stream
+def _before(stream, norms, first, q_up, queries, cache, seen, tokens, coarse, nt):
+    """Queries and output gate of the tokens, whose positions are stored."""
+    sums, finished, _, query, eps = stream
     norm, q_norm, latent_norm, inner_eps = norms
-    first, q_up, latent_up, out = tables
-    heads, value, queries = sizes
     kind, latents, latent_batch, latent_stride, shared, shared_batch, shared_stride, rank, common = cache
     y = product(first, normed(_read(sums, finished, query, eps), norm, eps), coarse, nt)
     q, at = _part(y, 0, queries), queries + rank
@@ -186,13 +186,17 @@ def _mla(stream, norms, tables, sizes, cache, seen, tokens, in_tiles, coarse, nt
         b, position = n // tokens, seen - tokens + n % tokens
         _keep(kind, latents + b * latent_batch + position * latent_stride, latent[n])
         _keep(kind, shared + b * shared_batch + position * shared_stride, y[n, at : at + common])
-    q = q.reshape(len(q), heads, q.shape[1] // heads)
-    o = attend_few(latent_up[0], value, q, coarse, cache, seen, tokens, in_tiles, nt).reshape(len(q), heads * value)
-    if y.shape[1] > at + common:  # the output gate
+    return q, _part(y, at + common, y.shape[1] - at - common)
+
+
+@kernel()
+def _after(stream, o, gate, out, coarse, nt):
+    """The output gate, the last projection, and the sum."""
+    if gate.shape[1]:
         for n in range(len(o)):
             for i in range(o.shape[1]):
-                o[n, i] *= sigmoid(y[n, at + common + i])
-    _add(sums, place, product(out, o, coarse, nt))
+                o[n, i] *= sigmoid(gate[n, i])
+    _add(stream[0], stream[2], product(out, o, coarse, nt))
 
 
 def mla(c: config.MLA, w: Any, s: Any, stream: Any, norm: Tensor, query: Tensor | None, ops: Any) -> bool:
@@ -203,19 +207,21 @@ def mla(c: config.MLA, w: Any, s: Any, stream: Any, norm: Tensor, query: Tensor 
         if tables is None or tables[2][0, KIND] == MX:
             return None
         norms = (norm, norm if w.q_norm is None else w.q_norm, w.latent_norm)
-        sizes = c.heads, c.value_dim, int(tables[0][0, OUTPUTS])
-        return _query(query), (*(as_array(n) for n in norms), np.float32(c.eps)), tables, sizes
+        return _query(query), (*(as_array(n) for n in norms), np.float32(c.eps)), *tables
 
     made, tokens = _kept(w, make), stream.sums.shape[2]
     if made is None:
         return False
-    read, norms, tables, sizes = made
+    read, norms, first, q_up, up, out = made
     end = s.reserve(tokens)
     cache = cache_of(*s.buffers())
     if cache is None:
         return False
-    about = cache, end, tokens, suits_tiles(stream.dtype, cache), is_coarse(stream.dtype), threads()
-    _mla(_stream(stream, read), norms, tables, sizes, *about)
+    coarse, nt, rows = is_coarse(stream.dtype), threads(), _stream(stream, read)
+    q, gate = _before(rows, norms, first, q_up, int(first[0, OUTPUTS]), cache, end, tokens, coarse, nt)
+    q = q.reshape(len(q), c.heads, -1)
+    o = attend_few(up[0], c.value_dim, q, coarse, cache, end, tokens, suits_tiles(stream.dtype, cache), nt)
+    _after(rows, o.reshape(len(q), -1), gate, out, coarse, nt)
     s.length = end
     return True
 

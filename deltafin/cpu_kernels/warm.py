@@ -105,7 +105,7 @@ def _others() -> None:
     OPS.route(X[0], ONE, ONE[0], 1, True, 1.0)
 
 
-PARTS = ((_kda, _others), (_mla, _feed_forwards))
+PARTS = ((_kda, _feed_forwards), (_mla, _others))
 
 if __name__ == "__main__":
     for part in PARTS[int(sys.argv[1])]:
