@@ -12,7 +12,7 @@ from deltafin.config import Layer, ModelConfig
 from deltafin.model import FEED_FORWARDS, MIXERS, kda, mla, residual
 from deltafin.ops import FEW, Ops
 from deltafin.ops.reference import wide
-from deltafin.transfer import moved
+from deltafin.transfer import moved, on
 from deltafin.weights import Weight, specs, weight
 
 State = kda.State | mla.State
@@ -148,8 +148,9 @@ def advance(m: Decoder, state: list[State], x_BTD: Tensor) -> Iterator[Stream]:
     few = x_BTD.shape[1] <= FEW and m.dtype != torch.float64
     for b, s in zip(m.blocks, state, strict=True):
         stream.to(b.ops.device)
-        stream.add(b.mix(s, stream.read(b.norms.mixer_read, b.ops), eps, few))
-        stream.add(b.feed(stream.read(b.norms.ffn_read, b.ops), eps, few))
+        with on(b.ops.device):
+            stream.add(b.mix(s, stream.read(b.norms.mixer_read, b.ops), eps, few))
+            stream.add(b.feed(stream.read(b.norms.ffn_read, b.ops), eps, few))
         yield stream
 
 
@@ -161,9 +162,15 @@ def embedded(m: Decoder, tokens_BT: Tensor) -> Tensor:
 def predict(m: Decoder, state: list[State], x_BTD: Tensor, last: int = 1) -> Tensor:
     """Advance ``state`` by T embedded tokens; return the logits after the ``last`` of them: see ``forward``."""
     *_, stream = advance(m, state, x_BTD)
+    return logits(m, stream, last)
+
+
+def logits(m: Decoder, stream: Stream, last: int = 1) -> Tensor:
+    """Return what the head makes of the stream after the last layer: see ``forward``."""
     stream.to(m.ops.device)
-    x_BTD = m.ops.rms_norm(stream.read(m.edges.read, m.ops)[:, -last:], m.edges.norm, m.config.eps)
-    return wide(m.ops.linear(x_BTD, m.edges.head))
+    with on(m.ops.device):
+        x_BTD = m.ops.rms_norm(stream.read(m.edges.read, m.ops)[:, -last:], m.edges.norm, m.config.eps)
+        return wide(m.ops.linear(x_BTD, m.edges.head))
 
 
 def forward(m: Decoder, state: list[State], tokens_BT: Tensor, last: int = 1) -> Tensor:
