@@ -111,7 +111,7 @@ def test_what_others_use_is_not_planned_with(fake, known, monkeypatch, tmp_path)
 
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setattr(measure, "ARENA", 1 << 21)
+    monkeypatch.setattr(measure, "FILE", 1 << 21)
     monkeypatch.setattr(measure, "DISK_SECONDS", 0.0)
 
 
