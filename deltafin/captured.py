@@ -17,7 +17,7 @@ from deltafin.experts import StackedExperts
 from deltafin.model import mla
 from deltafin.model.decoder import Block, Decoder, State, Stream, advance, embedded, logits
 from deltafin.model.decoder import forward as plain
-from deltafin.transfer import on
+from deltafin.transfer import count, on
 
 KEPT = 4
 """Graphs that are kept: those of the states that were advanced last."""
@@ -92,6 +92,7 @@ class Step:
         for leg in self.legs:
             leg.graph.replay()
             if leg.taken is not leg.left:
+                count(leg.left)
                 leg.taken.copy_(leg.left, non_blocking=True)
         self.used = True
         for s in state:
