@@ -124,9 +124,10 @@ def settle(decoder: Decoder) -> str:
     """Decide whether experts that are not on the GPU are sent there for a few rows; say so, or "" where there are none.
 
     What a token's experts of one layer take is measured both ways, and decides for all layers as long as the model is
-    open: sums on the two sides differ in their last bits.
+    open: sums on the two sides differ in their last bits. Experts in slots, which count their use, are never sent.
     """
-    found = [(b, b.ffn.experts) for b in decoder.blocks if isinstance(getattr(b.ffn, "experts", None), SplitExperts)]
+    layers = [(b, getattr(b.ffn, "experts", None)) for b in decoder.blocks if b.ahead is None]
+    found = [(block, experts) for block, experts in layers if isinstance(experts, SplitExperts)]
     for block, experts in found[:1]:
         kind: Any = block.layer.ffn
         held, away = (((experts.slot >= 0) == there).nonzero().flatten() for there in (True, False))

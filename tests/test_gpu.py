@@ -252,6 +252,7 @@ def test_what_experts_take_is_measured_both_ways(folders):
     model = deltafin.load(folders["store"], place="gpu", gpu=budget(folders["store"], 5))
     assert " ms a layer, " in model.elsewhere
     assert not deltafin.load(folders["store"], place="gpu").elsewhere
+    assert not deltafin.load(folders["store"], place="gpu", gpu=budget(folders["store"], 5), ram="2GB").elsewhere
     assert not model.placed.policy.heat  # it is no use of them
 
 
