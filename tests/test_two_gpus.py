@@ -1,5 +1,6 @@
 """Models whose layers are divided over two GPUs say what they say on one."""
 
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
@@ -102,4 +103,5 @@ def test_sessions_in_turns_say_what_they_say_alone(folder):
         return session.generate(Sampler(), 12)
 
     alone = [list(begun(first)) for first in (1, 2)]
-    assert [list(said) for said in zip(*zip(begun(1), begun(2), strict=True), strict=True)] == alone
+    in_turns = zip(*zip_longest(begun(1), begun(2)), strict=True)
+    assert [[token for token in said if token is not None] for said in in_turns] == alone
