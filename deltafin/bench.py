@@ -56,7 +56,6 @@ class Measurable(Protocol):
 
     name: str
     placed: Placed | None
-    elsewhere: str
 
     @property
     def decoder(self) -> Decoder:
@@ -99,8 +98,7 @@ class Family:
 class Report:
     """A model on this machine: which operations ran, on how many threads, how fast these can read memory.
 
-    ``place`` is where it ran (see ``placement.PLACES``), ``gpu_gbs`` the GPU's bandwidth where it has a part, and
-    ``elsewhere`` how experts that are not there are computed (``Model.elsewhere``).
+    ``place`` is where it ran (see ``placement.PLACES``), ``gpu_gbs`` the GPU's bandwidth where it has a part.
     """
 
     model: str
@@ -111,7 +109,6 @@ class Report:
     place: str = "cpu"
     gpu_gbs: float = 0.0
     parts: Sequence[Family] = ()
-    elsewhere: str = ""
 
 
 @dataclass(frozen=True)
@@ -191,8 +188,7 @@ def measure(model: Measurable, contexts: Sequence[int] | None = None, progress: 
     if model.placed is None:
         return Report(model.name, backends, threads, read_gbs, rows, parts=families)
     there = model.placed.placement
-    about = there.place, there.machine.gpu_gbs, families, model.elsewhere
-    return Report(model.name, backends, threads, read_gbs, rows, *about)
+    return Report(model.name, backends, threads, read_gbs, rows, there.place, there.machine.gpu_gbs, families)
 
 
 def _predicted(model: Measurable, read_gbs: float, context: int, moved: int) -> float:

@@ -19,7 +19,10 @@ from deltafin.cpu_kernels.threads import threads
 from deltafin.quant import MXFP4, Int8
 
 TILE = 1 << 19
-"""Elements that are widened at a time, for each thread: 2 MB, of the second- or third-level cache."""
+"""Elements that are widened at a time, for each of up to ``SHARERS`` threads: 2 MB, of a second-level cache."""
+
+SHARERS = 8
+"""More threads share what eight have, which bounds the memory that it takes."""
 
 HALVES = bool({"avx512bf16", "amx-bf16", "bf16"} & FEATURES)
 """Whether the processor multiplies bfloat16 itself; else torch would take longer than in float32."""
@@ -45,7 +48,7 @@ def tiles(weight: Stored, as_stored: bool = False) -> Iterator[tuple[int, Tensor
     What need not be widened is one tile. ``as_stored``: plain weights keep their type.
     """
     rows, columns = weight.shape
-    step = max(1, TILE * threads() // columns)
+    step = max(1, TILE * min(threads(), SHARERS) // columns)
     if isinstance(weight, Tensor) and (as_stored or weight.dtype == torch.float32):
         step = rows if weight.is_floating_point() else step
         yield from ((start, weight[start : start + step]) for start in range(0, rows, step))

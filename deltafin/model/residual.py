@@ -14,11 +14,6 @@ class Sum:
     def __init__(self, x_BTD: Tensor) -> None:
         self.prefix = x_BTD
 
-    @property
-    def memory(self) -> Tensor:
-        """Where it lies, all of it."""
-        return self.prefix
-
     def to(self, device: torch.device) -> None:
         """Go on in another device's memory."""
         self.prefix = moved(self.prefix, device)
@@ -48,11 +43,6 @@ class Mixture:
     def prefix(self) -> Tensor:
         """The sum that is still running."""
         return self.sums[self.finished]
-
-    @property
-    def memory(self) -> Tensor:
-        """Where it lies, all of it."""
-        return self.sums
 
     def to(self, device: torch.device) -> None:
         """Go on in another device's memory."""
