@@ -30,6 +30,11 @@ class MappedExperts:
     def __init__(self, read: Callable[[int], Expert]) -> None:
         self.read = lru_cache(REMEMBERED)(read)
 
+    @property
+    def lasting(self) -> Callable[[int], Expert]:
+        """Gives an expert whose bytes stay where they are."""
+        return self.read
+
     def __call__(self, x_NM: Tensor, ids_NE: Tensor, weight_NE: Tensor, activation: Activation, ops: Ops) -> Tensor:
         """Return the weighted sum over each row's experts, NM."""
         return ops.experts(x_NM, ids_NE, weight_NE, self.read, activation)
@@ -40,6 +45,11 @@ class PackedExperts:
 
     def __init__(self, experts: Sequence[Expert]) -> None:
         self.held: Mapping[int, Expert] = dict(enumerate(experts))
+
+    @property
+    def lasting(self) -> Callable[[int], Expert]:
+        """Gives an expert whose bytes stay where they are."""
+        return self.held.__getitem__
 
     def __call__(self, x_NM: Tensor, ids_NE: Tensor, weight_NE: Tensor, activation: Activation, ops: Ops) -> Tensor:
         """Return the weighted sum over each row's experts, NM."""

@@ -21,6 +21,7 @@ from deltafin.config import Activation, MoE
 from deltafin.errors import StorageError, UsageError
 from deltafin.model.decoder import Block, Decoder, State
 from deltafin.model.moe import Experts
+from deltafin.model.residual import Stream
 from deltafin.ops import FEW, Ops
 
 FORMAT, VERSION = "deltafin trace", 1
@@ -106,19 +107,17 @@ class _Block(Block):
     index: int
     watch: Watch
 
-    def mix(self, s: State, x_BTD: Tensor, eps: float, few: bool) -> Tensor:
+    def mix(self, s: State, stream: Stream) -> None:
         began = perf_counter()
         if self.index == 0:  # what an interrupted step left is forgotten
-            self.watch.step = Step(x_BTD.shape[0] * x_BTD.shape[1], began)
-        y = self.inner.mix(s, x_BTD, eps, few)
+            self.watch.step = Step(stream.prefix.shape[0] * stream.prefix.shape[1], began)
+        self.inner.mix(s, stream)
         self.watch.span("attention", self.index, began)
-        return y
 
-    def feed(self, x_BTD: Tensor, eps: float, few: bool) -> Tensor:
+    def feed(self, stream: Stream) -> None:
         began = perf_counter()
-        y = self.inner.feed(x_BTD, eps, few)
+        self.inner.feed(stream)
         self.watch.span("feed-forward", self.index, began)
-        return y
 
 
 class _Experts:

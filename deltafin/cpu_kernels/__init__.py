@@ -31,6 +31,7 @@ OPS = replace(
     mix_depth=mix_depth,
     together=True,
     whole=WHOLE,
+    widens=True,
     form=FORM,
     threads=threads.threads,
 )

@@ -19,6 +19,7 @@ from deltafin.cpu_kernels.compiling import kernel
 from deltafin.cpu_kernels.linear import block, prepare
 from deltafin.cpu_kernels.many import attend, up_of
 from deltafin.cpu_kernels.mathematics import exp
+from deltafin.cpu_kernels.small import rounded
 from deltafin.cpu_kernels.stored import (
     ADDRESS,
     BF16,
@@ -26,6 +27,7 @@ from deltafin.cpu_kernels.stored import (
     HEAD,
     INT8,
     KIND,
+    OUTPUTS,
     SCALES,
     STRIDE,
     Stored,
@@ -48,7 +50,7 @@ LEAST, MOST = 4, 32
 TILE = v.HEADS
 
 PARALLEL = 64 << 10
-"""Bytes of cache below which waking a second thread costs more than it saves."""
+"""Bytes of cache and weight below which waking a second thread costs more than it saves."""
 
 
 @kernel()
@@ -170,21 +172,12 @@ def _span(kind, q, latent, latent_stride, shared, shared_stride, rank, common, f
 
 
 @kernel()
-def _rounded(x):
-    """The bits of the nearest bfloat16, the even one on a tie."""
-    bits = v.as_u32(x)
-    if x != x:
-        return np.uint32(0x7FC0)
-    return (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
-
-
-@kernel()
 def _pack(h, absorbed, queries):
     """Head h's absorbed queries of all rows as ``tiles.scores`` reads them: pairs of bfloat16."""
     for n in range(len(absorbed)):
         q, out = absorbed[n, h], queries[n, h // tiles.WIDTH]
         for i in range(len(out)):
-            out[i, h % tiles.WIDTH] = _rounded(q[2 * i]) | _rounded(q[2 * i + 1]) << np.uint32(16)
+            out[i, h % tiles.WIDTH] = rounded(q[2 * i]) | rounded(q[2 * i + 1]) << np.uint32(16)
 
 
 @kernel()
@@ -336,40 +329,72 @@ def few_queries(
                     _finish(h, up, plain, value, lengths, largest, mass, acc, coarse, prepared, out)
 
 
+@kernel()
+def _room(rows, spans, heads, rank):
+    """Room for sums that begins at a whole cache line: tiles that cross lines take double."""
+    size = rows * spans * heads * rank
+    room = np.empty(size + HEAD // 4, np.float32)
+    first = (-room.ctypes.data & (HEAD - 1)) >> 2
+    return room[first : first + size].reshape(rows, spans, heads, rank)
+
+
+@kernel()
+def attend_few(up, value, q, coarse, cache, seen, tokens, in_tiles, nt):
+    """Attend from the last ``tokens`` of ``seen`` positions: ``q`` [rows, H, C]; values [rows, H, V]."""
+    size = 4 if cache[0] == F32 else 2
+    rank, common = cache[7], cache[8]
+    rows, heads, channels = q.shape
+    lengths = np.empty(rows, np.int64)
+    for n in range(rows):
+        lengths[n] = seen - tokens + n % tokens + 1
+    tile = tiles.WIDTH if in_tiles else TILE
+    spans, groups = spans_of(seen), (heads + tile - 1) // tile
+    absorbed = np.zeros((rows, groups * tile, rank + common), np.float32)
+    largest, mass = np.empty((2, rows, spans, groups * tile), np.float32)
+    queries = np.zeros((rows, groups if in_tiles else 0, (rank + common) // 2, tile), np.uint32)
+    acc = _room(rows, spans, groups * tile, rank)
+    prepared = np.empty((heads, HEAD + 8 * rank), np.uint8)
+    out = np.empty((rows, heads, value), np.float32)
+    if size * seen * rank + up[STRIDE] * up[OUTPUTS] < PARALLEL:
+        nt = 1
+    few_queries(
+        *(up, channels - common, value, q, coarse, cache, lengths, tokens),
+        *(absorbed, queries, largest, mass, acc, prepared, out, nt),
+    )
+    return out
+
+
+def cache_of(latent_BSR: Tensor, shared_BSJ: Tensor) -> tuple[int, ...] | None:
+    """A cache as the kernels see it: kind, addresses, bytes from row to row and place to place, widths; or None."""
+    if (
+        latent_BSR.dtype not in (torch.float32, torch.bfloat16)
+        or latent_BSR.stride(2) != 1
+        or shared_BSJ.stride(2) != 1
+    ):
+        return None
+    size = latent_BSR.element_size()
+    return (
+        F32 if size == 4 else BF16,
+        *(latent_BSR.data_ptr(), size * latent_BSR.stride(0), size * latent_BSR.stride(1)),
+        *(shared_BSJ.data_ptr(), size * shared_BSJ.stride(0), size * shared_BSJ.stride(1)),
+        *(latent_BSR.shape[2], shared_BSJ.shape[2]),
+    )
+
+
+def suits_tiles(dtype: torch.dtype, cache: tuple[int, ...]) -> bool:
+    """Whether queries that are rounded to ``dtype`` and a cache of these widths are multiplied by tiles."""
+    halves = dtype == torch.bfloat16 and cache[0] == BF16
+    return halves and cache[7] % tiles.RANK == 0 and cache[8] % tiles.COMMON == 0 and tiles.allowed()
+
+
 def attention(q_BTHC: Tensor, latent_BSR: Tensor, shared_BSJ: Tensor, up: Stored, value_dim: int) -> Tensor:
     """See ``reference.attention``."""
     batch, tokens, heads, channels = q_BTHC.shape
     if q_BTHC.dtype == torch.float64:
         return reference.attention(q_BTHC, latent_BSR, shared_BSJ, up, value_dim)
-    known = latent_BSR.dtype in (torch.float32, torch.bfloat16) and latent_BSR.stride(2) == shared_BSJ.stride(2) == 1
-    row = None if isinstance(up, MXFP4) else described(up)
-    if tokens > FEW or row is None or not known:
+    row, cache = None if isinstance(up, MXFP4) else described(up), cache_of(latent_BSR, shared_BSJ)
+    if tokens > FEW or row is None or cache is None:
         return attend(q_BTHC.float(), latent_BSR, shared_BSJ, up_of(up, heads), value_dim).to(q_BTHC.dtype)
-    size, rank, common = latent_BSR.element_size(), latent_BSR.shape[2], shared_BSJ.shape[2]
-    cache = (
-        F32 if size == 4 else BF16,
-        *(latent_BSR.data_ptr(), size * latent_BSR.stride(0), size * latent_BSR.stride(1)),
-        *(shared_BSJ.data_ptr(), size * shared_BSJ.stride(0), size * shared_BSJ.stride(1)),
-        *(rank, common),
-    )
-    seen, rows = latent_BSR.shape[1], batch * tokens
-    lengths = np.array([seen - tokens + t + 1 for t in range(tokens)] * batch)
-    halves = q_BTHC.dtype == latent_BSR.dtype == torch.bfloat16
-    in_tiles = halves and rank % tiles.RANK == 0 and common % tiles.COMMON == 0 and tiles.allowed()
-    tile = tiles.WIDTH if in_tiles else TILE
-    spans, groups = spans_of(seen), -(-heads // tile)
-    padded = groups * tile
-    q = as_array(q_BTHC).reshape(rows, heads, channels)
-    absorbed = np.zeros((rows, padded, rank + common), np.float32)
-    largest, mass = np.empty((2, rows, spans, padded), np.float32)
-    queries = torch.zeros(rows, groups if in_tiles else 0, (rank + common) // 2, tile, dtype=torch.int32)
-    acc = torch.empty(rows, spans, padded, rank).numpy()  # torch's memory begins at a whole cache line
-    prepared = np.empty((heads, HEAD + 8 * rank), np.uint8)
-    out = np.empty((rows, heads, value_dim), np.float32)
-    about = table_of((row,))[0]
-    few_queries(
-        *(about, channels - common, value_dim, q, is_coarse(q_BTHC), cache, lengths, tokens),
-        *(absorbed, queries.numpy().view(np.uint32), largest, mass, acc, prepared, out),
-        threads() if size * seen * rank > PARALLEL else 1,
-    )
-    return as_tensor(out, q_BTHC)
+    q, dtype = as_array(q_BTHC).reshape(batch * tokens, heads, channels), q_BTHC.dtype
+    about = (cache, latent_BSR.shape[1], tokens, suits_tiles(dtype, cache), threads())
+    return as_tensor(attend_few(table_of((row,))[0], value_dim, q, is_coarse(dtype), *about), q_BTHC)

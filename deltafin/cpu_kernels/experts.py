@@ -34,6 +34,28 @@ from deltafin.ops import Expert, reference
 
 
 @kernel()
+def grouped(ids, share, count):
+    """The (row, expert) pairs of ``ids`` [N, E], one of ``count`` experts after the other.
+
+    Where each used expert's pairs begin, and the last one's end; rows and shares of all pairs; which experts are used.
+    """
+    ends = np.zeros(count, np.int64)
+    for x in ids.flat:
+        ends[x] += 1
+    used = np.flatnonzero(ends)
+    start = np.zeros(len(used) + 1, np.int64)
+    start[1:] = np.cumsum(ends[used])
+    ends[used] = start[:-1]
+    row, shares = np.empty(ids.size, np.int64), np.empty(ids.size, np.float32)
+    for n in range(len(ids)):
+        for e in range(ids.shape[1]):
+            at = ends[ids[n, e]]
+            row[at], shares[at] = n, share[n, e]
+            ends[ids[n, e]] += 1
+    return start, row, shares, used
+
+
+@kernel()
 def _up(table, start, row, x, prepared, gate, up, t, nt):
     """Thread t's share of the gate and up products of every (expert, row) pair."""
     columns, width = x.shape[1], gate.shape[1]
@@ -147,7 +169,7 @@ def _run(
     y = np.empty((len(xs), about[2].outputs), np.float32)
     few_experts(
         *(table_of(about), start, row, share, saturation(activation)),
-        *(xs, is_coarse(x), scratch(xs), h, up, scratch(h), y, threads()),
+        *(xs, is_coarse(x.dtype), scratch(xs), h, up, scratch(h), y, threads()),
     )
     return y
 

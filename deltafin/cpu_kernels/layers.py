@@ -1,30 +1,33 @@
-"""Whole sublayers for a few tokens, norm included: the operations of ``model/*.py`` in their order, called from Numba.
+"""Whole sublayers for a few tokens, from the residual stream back to it: ``model/*.py`` in its order, from Numba.
 
-For a small model the way from Python to a kernel and back costs more than the kernel. A sublayer is one call here, or
-two where Python has something to do in between: a cache that grows, experts that must be fetched. ``Ops.whole`` lists
-them by the kind of layer; the model's own forward does the same with one call an operation.
+The way from Python to a kernel and back costs more than a small kernel, the more so as the weights that were read have
+pushed Python out of the caches. A sublayer is one call here, or two where experts must be fetched in between.
+``Ops.whole`` lists them by the kind of layer; the model's own forward does the same with one call an operation.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
+from numba import carray
 from torch import Tensor
 
 from deltafin import config
-from deltafin.cpu_kernels.attention import attention
+from deltafin.cpu_kernels import vector as v
+from deltafin.cpu_kernels.attention import attend_few, cache_of, suits_tiles
 from deltafin.cpu_kernels.compiling import kernel
 from deltafin.cpu_kernels.delta import PARALLEL, arrays, few_tokens
-from deltafin.cpu_kernels.experts import few_experts, saturation
+from deltafin.cpu_kernels.experts import few_experts, grouped, saturation
 from deltafin.cpu_kernels.linear import few_rows
 from deltafin.cpu_kernels.mathematics import sigmoid
-from deltafin.cpu_kernels.small import choose, norm_rows
-from deltafin.cpu_kernels.stored import HEAD, OUTPUTS, as_array, as_tensor, described, few, is_coarse, table_of
+from deltafin.cpu_kernels.small import choose, mix, norm_rows, rounded
+from deltafin.cpu_kernels.stored import ADDRESS, F32, HEAD, KIND, MX, OUTPUTS, as_array, described, is_coarse, table_of
 from deltafin.cpu_kernels.threads import threads
+from deltafin.ops import Expert
 
 NONE = np.empty((0, 6), np.int64)
-"""The table of a weight that a layer does not have; read-only as all tables are, or Numba would compile for both."""
-NONE.flags.writeable = False
+"""The table of a weight that a layer does not have."""
 
 
 @kernel()
@@ -47,14 +50,35 @@ def normed(x, weight, eps):
 
 
 @kernel()
+def _read(sums, finished, query, eps):
+    """What a sublayer sees of a stream, ``sums`` [S, N, D]: the one sum, or a mixture of the finished and the last."""
+    if finished == 0:
+        return sums[0]
+    y = np.empty_like(sums[0])
+    mix(sums[: finished + 1], query, eps, y)
+    return y
+
+
+@kernel()
+def _add(sums, place, y):
+    """Add to a sum of a stream, or begin it."""
+    total = sums[place[0]]
+    for n in range(len(y)):
+        for i in range(y.shape[1]):
+            total[n, i] = y[n, i] if place[1] else total[n, i] + y[n, i]
+
+
+@kernel()
 def _part(y, first, width):
     return np.ascontiguousarray(y[:, first : first + width])
 
 
 @kernel()
-def _kda(x, norm, eps, batch, groups, sizes, first, decay_up, gate_up, out, weights, tails, S, floor, coarse, nt):
+def _kda(stream, norm, batch, groups, sizes, first, decay_up, gate_up, out, weights, tails, S, floor, coarse, nt):
+    sums, finished, place, query, eps = stream
+    x = normed(_read(sums, finished, query, eps), norm, eps)
     tokens = len(x) // batch
-    y = product(first, normed(x, norm, eps), coarse, nt)
+    y = product(first, x, coarse, nt)
     keys, values, heads = sizes[0], sizes[1], sizes[2]
     q, k, v = _part(y, 0, keys), _part(y, keys, keys), _part(y, 2 * keys, values)
     at = 2 * keys + values
@@ -74,10 +98,10 @@ def _kda(x, norm, eps, batch, groups, sizes, first, decay_up, gate_up, out, weig
     )
     o = np.empty((batch, tokens, values), np.float32)
     few_tokens(groups, inputs, weights, tails, S, floor, eps, o, nt if S.nbytes > PARALLEL else 1)
-    return product(out, o.reshape(batch * tokens, values), coarse, nt)
+    _add(sums, place, product(out, o.reshape(batch * tokens, values), coarse, nt))
 
 
-def _plan(w: Any, *weights: Any) -> Any:
+def _plan(*weights: Any) -> Any:
     """Tables of several weights or groups of them; ``NONE`` for one that is absent. None if a storage is not known."""
     tables = []
     for group in weights:
@@ -97,71 +121,103 @@ def _kept(w: Any, make: Any) -> Any:
         return made
 
 
-def kda(c: config.KDA, w: Any, s: Any, x_BTD: Tensor, norm: Tensor, eps: float, ops: Any) -> Tensor | None:
-    """Norm and ``model.kda.forward``; None where they must be done operation by operation."""
+def _stream(stream: Any, query: Any) -> Any:
+    """A stream as the kernels see it: its sums, how many are finished, where the next output goes, a query, epsilon."""
+    finished, sums = stream.finished, stream.sums
+    try:
+        rows = stream._rows
+    except AttributeError:
+        rows = stream._rows = sums.view(len(sums), -1, sums.shape[-1]).numpy()
+    return rows, finished, stream.next(), query, np.float32(stream.eps)
+
+
+def _query(query: Tensor | None) -> np.ndarray:
+    return np.empty(0, np.float32) if query is None else as_array(query)
+
+
+def kda(c: config.KDA, w: Any, s: Any, stream: Any, norm: Tensor, query: Tensor | None, ops: Any) -> bool:
+    """Norm, ``model.kda.forward``, and the sum; False where they must be done operation by operation."""
 
     def make():
-        tables = _plan(w, w.first, w.decay_up, w.gate_up, w.out)
+        tables = _plan(w.first, w.decay_up, w.gate_up, w.out)
         sizes = np.array((c.heads * c.key_dim, c.heads * c.value_dim, c.heads, c.decay_rank))
-        between = arrays(w.between)
-        return tables and (sizes, *tables, between)
+        about = _query(query), as_array(norm), np.float32(c.decay_floor or 0), arrays(w.between)
+        return tables and (sizes, *tables, *about)
 
-    made, x = _kept(w, make), few(x_BTD)
-    if made is None or x is None:
-        return None
-    sizes, first, decay_up, gate_up, out, between = made
-    y = _kda(
-        *(x, as_array(norm), np.float32(eps), len(x_BTD), 1, sizes, first, decay_up, gate_up, out, between),
+    made, batch = _kept(w, make), stream.sums.shape[1]
+    if made is None:
+        return False
+    sizes, first, decay_up, gate_up, out, read, before, floor, between = made
+    _kda(
+        *(_stream(stream, read), before, batch, 1, sizes, first, decay_up, gate_up, out, between),
         *((s.q_tail.numpy(), s.k_tail.numpy(), s.v_tail.numpy()), s.S_BHVK.numpy()),
-        *(np.float32(c.decay_floor or 0), is_coarse(x_BTD), threads()),
+        *(floor, is_coarse(stream.dtype), threads()),
     )
-    s.length += x_BTD.shape[1]
-    return as_tensor(y, x_BTD)
+    s.length += stream.sums.shape[2]
+    return True
 
 
 @kernel()
-def _before(x, norm, eps, first, q_norm, q_up, latent_norm, inner_eps, queries, rank, common, coarse, nt):
-    """Queries, normed latent, shared key, gate."""
-    y = product(first, normed(x, norm, eps), coarse, nt)
-    q = _part(y, 0, queries)
+def _keep(kind, address, y):
+    """Store a row in a cache."""
+    if kind == F32:
+        place = carray(v.pointer(address), len(y), np.float32)
+        for i in range(len(y)):
+            place[i] = y[i]
+    else:
+        halves = carray(v.pointer(address), len(y), np.uint16)
+        for i in range(len(y)):
+            halves[i] = rounded(y[i])
+
+
+@kernel()
+def _mla(stream, norms, tables, sizes, cache, seen, tokens, in_tiles, coarse, nt):
+    sums, finished, place, query, eps = stream
+    norm, q_norm, latent_norm, inner_eps = norms
+    first, q_up, latent_up, out = tables
+    heads, value, queries = sizes
+    kind, latents, latent_batch, latent_stride, shared, shared_batch, shared_stride, rank, common = cache
+    y = product(first, normed(_read(sums, finished, query, eps), norm, eps), coarse, nt)
+    q, at = _part(y, 0, queries), queries + rank
     if len(q_up):
         q = product(q_up, normed(q, q_norm, inner_eps), coarse, nt)
     latent = normed(_part(y, queries, rank), latent_norm, inner_eps)
-    at = queries + rank
-    return q, latent, _part(y, at, common), _part(y, at + common, y.shape[1] - at - common)
-
-
-@kernel()
-def _after(o, gate, out, coarse, nt):
-    """The output gate and the last projection."""
-    if gate.shape[1]:
+    for n in range(len(y)):
+        b, position = n // tokens, seen - tokens + n % tokens
+        _keep(kind, latents + b * latent_batch + position * latent_stride, latent[n])
+        _keep(kind, shared + b * shared_batch + position * shared_stride, y[n, at : at + common])
+    q = q.reshape(len(q), heads, q.shape[1] // heads)
+    o = attend_few(latent_up[0], value, q, coarse, cache, seen, tokens, in_tiles, nt).reshape(len(q), heads * value)
+    if y.shape[1] > at + common:  # the output gate
         for n in range(len(o)):
             for i in range(o.shape[1]):
-                o[n, i] *= sigmoid(gate[n, i])
-    return product(out, o, coarse, nt)
+                o[n, i] *= sigmoid(y[n, at + common + i])
+    _add(sums, place, product(out, o, coarse, nt))
 
 
-def mla(c: config.MLA, w: Any, s: Any, x_BTD: Tensor, norm: Tensor, eps: float, ops: Any) -> Tensor | None:
-    """Norm and ``model.mla.forward``; None where they must be done operation by operation."""
+def mla(c: config.MLA, w: Any, s: Any, stream: Any, norm: Tensor, query: Tensor | None, ops: Any) -> bool:
+    """Norm, ``model.mla.forward``, and the sum; False where they must be done operation by operation."""
 
     def make():
-        tables = _plan(w, w.first, w.q_up, w.latent_up, w.out)
-        return tables and (*tables, as_array(norm if w.q_norm is None else w.q_norm), as_array(w.latent_norm))
+        tables = _plan(w.first, w.q_up, w.latent_up, w.out)
+        if tables is None or tables[2][0, KIND] == MX:
+            return None
+        norms = (norm, norm if w.q_norm is None else w.q_norm, w.latent_norm)
+        sizes = c.heads, c.value_dim, int(tables[0][0, OUTPUTS])
+        return _query(query), (*(as_array(n) for n in norms), np.float32(c.eps)), tables, sizes
 
-    made, x = _kept(w, make), few(x_BTD)
-    if made is None or x is None:
-        return None
-    first, q_up, _, out, q_norm, latent_norm = made
-    q, latent, shared, gate = _before(
-        *(x, as_array(norm), np.float32(eps), first, q_norm, q_up, latent_norm, np.float32(c.eps)),
-        *(int(first[0, OUTPUTS]), c.latent_rank, c.shared_dim, is_coarse(x_BTD), threads()),
-    )
-    batch, tokens = x_BTD.shape[:2]
-    s.append(*(torch.from_numpy(y).view(batch, tokens, -1) for y in (latent, shared)))
-    cache = s.tensors()
-    q_BTHC = torch.from_numpy(q).view(batch, tokens, c.heads, -1).to(x_BTD.dtype)
-    o = attention(q_BTHC, cache["latent_BSR"], cache["shared_BSJ"], w.latent_up, c.value_dim)
-    return as_tensor(_after(as_array(o).reshape(len(x), -1), gate, out, is_coarse(x_BTD), threads()), x_BTD)
+    made, tokens = _kept(w, make), stream.sums.shape[2]
+    if made is None:
+        return False
+    read, norms, tables, sizes = made
+    end = s.reserve(tokens)
+    cache = cache_of(*s.buffers())
+    if cache is None:
+        return False
+    about = cache, end, tokens, suits_tiles(stream.dtype, cache), is_coarse(stream.dtype), threads()
+    _mla(_stream(stream, read), norms, tables, sizes, *about)
+    s.length = end
+    return True
 
 
 @kernel()
@@ -178,31 +234,42 @@ def _gated(x, table, limits, coarse, nt):
 
 
 @kernel()
-def _mlp(x, norm, eps, table, limits, coarse, nt):
-    return _gated(normed(x, norm, eps), table, limits, coarse, nt)
+def _mlp(stream, norm, table, limits, coarse, nt):
+    sums, finished, place, query, eps = stream
+    _add(sums, place, _gated(normed(_read(sums, finished, query, eps), norm, eps), table, limits, coarse, nt))
 
 
-def mlp(c: config.MLP, w: Any, x_BTD: Tensor, norm: Tensor, eps: float, ops: Any) -> Tensor | None:
-    """Norm and ``model.mlp.forward``; None where they must be done operation by operation."""
-    made, x = _kept(w, lambda: _plan(w, (w.gate, w.up, w.down))), few(x_BTD)
-    if made is None or x is None:
-        return None
-    y = _mlp(x, as_array(norm), np.float32(eps), made[0], saturation(c.activation), is_coarse(x_BTD), threads())
-    return as_tensor(y, x_BTD)
+def mlp(c: config.MLP, w: Any, stream: Any, norm: Tensor, query: Tensor | None, ops: Any) -> bool:
+    """Norm, ``model.mlp.forward``, and the sum; False where they must be done operation by operation."""
+
+    def make():
+        tables = _plan((w.gate, w.up, w.down))
+        return tables and (*tables, _query(query), as_array(norm), saturation(c.activation))
+
+    made = _kept(w, make)
+    if made is None:
+        return False
+    table, read, before, limits = made
+    _mlp(_stream(stream, read), before, table, limits, is_coarse(stream.dtype), threads())
+    return True
 
 
 @kernel()
-def _chosen(x, norm, eps, router, bias, chosen, renormalize, scale, latent_down, coarse, nt):
+def _chosen(stream, norm, choice, coarse, nt):
     """The normed rows, their form for the experts, ids and weights."""
-    x = normed(x, norm, eps)
+    router, bias, chosen, renormalize, scale, latent_down = choice
+    sums, finished, _, query, eps = stream
+    x = normed(_read(sums, finished, query, eps), norm, eps)
     ids, weights = np.empty((len(x), chosen), np.int64), np.empty((len(x), chosen), np.float32)
     choose(product(router, x, False, nt), bias, renormalize, scale, ids, weights)  # a choice is not rounded
     return x, product(latent_down, x, coarse, nt) if len(latent_down) else x, ids, weights
 
 
 @kernel()
-def _rest(x, y, eps, latent_norm, latent_up, shared, limits, coarse, nt):
-    """What follows the experts: back from the latent width, and the shared expert."""
+def _rest(stream, x, y, back, limits, coarse, nt):
+    """What follows the experts: back from the latent width, the shared expert, and the sum."""
+    latent_norm, latent_up, shared = back
+    sums, _, place, _, eps = stream
     if len(latent_norm):
         y = normed(y, latent_norm, eps)
     if len(latent_up):
@@ -212,30 +279,90 @@ def _rest(x, y, eps, latent_norm, latent_up, shared, limits, coarse, nt):
         for n in range(len(y)):
             for i in range(y.shape[1]):
                 y[n, i] += other[n, i]
+    _add(sums, place, y)
+
+
+@kernel()
+def _rounded(x):
+    """What is left of rows that become bfloat16, as they do on their way through Python."""
+    y = np.empty_like(x)
+    for n in range(len(x)):
+        for i in range(x.shape[1]):
+            y[n, i] = v.as_f32(rounded(x[n, i]) << np.uint32(16))
     return y
 
 
-def moe(c: config.MoE, w: Any, x_BTD: Tensor, norm: Tensor, eps: float, ops: Any) -> Tensor | None:
-    """Norm and ``model.moe.forward``; None where they must be done operation by operation."""
+@kernel()
+def _at_hand(stream, norm, choice, experts, back, limits, coarse, nt):
+    """All of it, if it is known where the chosen experts are; if not, only the ids of those of which it is not."""
+    x, z, ids, share = _chosen(stream, norm, choice, coarse, nt)
+    start, row, shares, used = grouped(ids, share, len(experts))
+    missing = used[experts[used, 0, ADDRESS] == 0]
+    if not len(missing):
+        table = experts[used].reshape(-1, experts.shape[2])
+        h, up = np.empty((2, len(row), table[0, OUTPUTS]), np.float32)
+        y = np.empty((len(x), table[2, OUTPUTS]), np.float32)
+        prepared = np.empty((len(z), 2 * HEAD + 8 * z.shape[1]), np.uint8)
+        prepared_h = np.empty((len(h), 2 * HEAD + 8 * h.shape[1]), np.uint8)
+        z = _rounded(z) if coarse else z
+        few_experts(table, start, row, shares, limits, z, coarse, prepared, h, up, prepared_h, y, nt)
+        y = _rounded(y) if coarse else y
+        _rest(stream, x, y, back, limits, coarse, nt)
+    return missing
+
+
+def moe(c: config.MoE, w: Any, stream: Any, norm: Tensor, query: Tensor | None, ops: Any) -> bool:
+    """Norm, ``model.moe.forward``, and the sum; False where they must be done operation by operation."""
 
     def make():
-        tables = _plan(w, w.router, w.latent_down, w.latent_up, (w.shared_gate, w.shared_up, w.shared_down))
+        tables = _plan(w.router, w.latent_down, w.latent_up, (w.shared_gate, w.shared_up, w.shared_down))
+        if tables is None:
+            return None
+        router, latent_down, latent_up, shared = tables
         latent_norm = np.empty(0, np.float32) if w.latent_norm is None else as_array(w.latent_norm)
-        return tables and (*tables, as_array(w.router_bias), latent_norm)
+        choice = router, as_array(w.router_bias), c.chosen, c.renormalize, np.float32(c.scale), latent_down
+        back = latent_norm, latent_up, shared
+        return _query(query), as_array(norm), choice, back, saturation(c.activation), Places(w.experts, c.experts)
 
-    made, x = _kept(w, make), few(x_BTD)
-    if made is None or x is None:
-        return None
-    router, latent_down, latent_up, shared, bias, latent_norm = made
-    eps32, coarse, nt = np.float32(eps), is_coarse(x_BTD), threads()
-    x, z, ids, weights = _chosen(
-        *(x, as_array(norm), eps32, router, bias, c.chosen, c.renormalize, np.float32(c.scale)),
-        *(latent_down, coarse, nt),
-    )
+    made = _kept(w, make)
+    if made is None:
+        return False
+    read, before, choice, back, limits, places = made
+    coarse, nt, rows = is_coarse(stream.dtype), threads(), _stream(stream, read)
+    while places.known:
+        missing = _at_hand(rows, before, choice, places.table, back, limits, coarse, nt)
+        if not len(missing):
+            return True
+        places.find(missing.tolist())
+    x, z, ids, weights = _chosen(rows, before, choice, coarse, nt)
     z, ids, weights = (torch.from_numpy(a) for a in (z, ids, weights))
-    y = as_array(w.experts(z.to(x_BTD.dtype), ids, weights, c.activation, ops))
-    limits = saturation(c.activation)
-    return as_tensor(_rest(x, y, eps32, latent_norm, latent_up, shared, limits, coarse, nt), x_BTD)
+    y = as_array(w.experts(z.to(stream.dtype), ids, weights, c.activation, ops))
+    _rest(rows, x, y, back, limits, coarse, nt)
+    return True
+
+
+MOST = 256
+"""Experts of a layer up to which all that were met are remembered: a view takes some kilobytes."""
+
+
+class Places:
+    """Where a layer's experts are, if their bytes stay where they are: ``table`` int64 [experts, 3, 6]."""
+
+    def __init__(self, experts: Any, count: int) -> None:
+        self.read: Callable[[int], Expert] = getattr(experts, "lasting", None)  # type: ignore[assignment]
+        self.known = self.read is not None and count <= MOST
+        self.table = np.zeros((count, 3, NONE.shape[1]), np.int64)
+        self.met = list[Expert]()
+
+    def find(self, ids: list[int]) -> None:
+        """Note where some experts are; that nothing is known if one is stored as no kernel reads it."""
+        for x in ids:
+            self.met.append(expert := self.read(x))
+            rows = [row for w in expert if (row := described(w))]
+            if len(rows) < len(expert):
+                self.known = False
+                return
+            self.table[x] = table_of(rows)
 
 
 WHOLE = {config.KDA: kda, config.MLA: mla, config.MLP: mlp, config.MoE: moe}

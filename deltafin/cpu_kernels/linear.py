@@ -298,7 +298,7 @@ def linears(x: Tensor, weights: Sequence[Stored]) -> tuple[Tensor, ...]:
     if xs is None or None in about:
         return tuple(many_rows(x, weight) for weight in weights)
     sizes = [row.outputs for row in about]  # type: ignore[union-attr]
-    y = _product(xs, is_coarse(x), about, sum(sizes))  # type: ignore[arg-type]
+    y = _product(xs, is_coarse(x.dtype), about, sum(sizes))  # type: ignore[arg-type]
     return as_tensor(y, x).split(sizes, -1)
 
 
@@ -315,4 +315,4 @@ def linear(x: Tensor, weight: Stored) -> Tensor:
     xs, row = few(x), described(weight)
     if xs is None or row is None:
         return many_rows(x, weight)
-    return as_tensor(_product(xs, is_coarse(x), (row,), row.outputs), x)
+    return as_tensor(_product(xs, is_coarse(x.dtype), (row,), row.outputs), x)

@@ -4,11 +4,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from deltafin.cpu_kernels import vector as v
 from deltafin.cpu_kernels.compiling import kernel
 from deltafin.cpu_kernels.linear import linear
 from deltafin.cpu_kernels.mathematics import exp, sigmoid, sum_of_products
 from deltafin.cpu_kernels.stored import ROWS, Stored, as_array, as_tensor, few
 from deltafin.ops import reference
+
+
+@kernel()
+def rounded(x):
+    """The bits of the nearest bfloat16, the even one on a tie."""
+    bits = v.as_u32(x)
+    if x != x:
+        return np.uint32(0x7FC0)
+    return (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
 
 
 @kernel()
@@ -31,7 +41,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 @kernel()
-def _mix(sources, query, eps, y):
+def mix(sources, query, eps, y):
+    """See ``reference.mix_depth``; sources [depth, rows, D]."""
     depth, width = sources.shape[0], sources.shape[2]
     score = np.empty(depth, np.float32)
     for n in range(sources.shape[1]):
@@ -58,7 +69,7 @@ def mix_depth(sources: Tensor, query_D: Tensor, eps: float) -> Tensor:
         return reference.mix_depth(sources, query_D, eps)
     stack = as_array(sources).reshape(depth, -1, width)
     y = np.empty(stack.shape[1:], np.float32)
-    _mix(stack, as_array(query_D), np.float32(eps), y)
+    mix(stack, as_array(query_D), np.float32(eps), y)
     return as_tensor(y, sources[0])
 
 

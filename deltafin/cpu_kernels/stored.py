@@ -61,7 +61,7 @@ def _describe(weight: Stored) -> Row | None:
 
 def table_of(rows: Sequence[Row]) -> np.ndarray:
     """Rows of several weights as a table, int64 [n, 6]."""
-    return np.frombuffer(b"".join([row.packed for row in rows]), np.int64).reshape(-1, 6)
+    return np.frombuffer(bytearray().join([row.packed for row in rows]), np.int64).reshape(-1, 6)
 
 
 def few(x: Tensor) -> np.ndarray | None:
@@ -72,9 +72,9 @@ def few(x: Tensor) -> np.ndarray | None:
     return as_array(x).reshape(-1, columns)
 
 
-def is_coarse(x: Tensor) -> bool:
-    """Whether rows of x may be rounded to some 15 bits where they meet integer weights: they come in 8 bits."""
-    return x.dtype == torch.bfloat16
+def is_coarse(dtype: torch.dtype) -> bool:
+    """Whether activations of this type may be rounded to some 15 bits where they meet integer weights: they have 8."""
+    return dtype == torch.bfloat16
 
 
 def as_array(x: Tensor) -> np.ndarray:

@@ -44,6 +44,12 @@ def compile_all() -> None:
 X, ONE = torch.ones(1, 1, 32), torch.ones(32, 32)
 
 
+def _about() -> tuple:
+    """A stream of one sum, a norm, no query, the operations."""
+    stream = SimpleNamespace(sums=X[None], dtype=X.dtype, eps=1e-5, finished=0, next=lambda: (0, False))
+    return stream, X[0, 0], None, OPS
+
+
 def _kda() -> None:
     conv, channels = torch.ones(32, 4), torch.ones(32)
     between = DeltaWeights(conv, conv, conv, torch.ones(1), channels, channels)
@@ -53,34 +59,39 @@ def _kda() -> None:
         **{"S_BHVK": torch.zeros(1, 1, 32, 32), "length": 0},
     )
     kind = config.KDA(heads=1, key_dim=32, value_dim=32, conv_width=4, decay_rank=32)
-    layers.kda(kind, w, s, X, X[0, 0], 1e-5, OPS)
+    layers.kda(kind, w, s, *_about())
     state = DeltaState(s.q_tail, s.k_tail, s.v_tail, s.S_BHVK)
     for x in (X, X.repeat(1, FEW + 1, 1)):
         OPS.delta_net(x, x, x, x, x[..., :1], x, between, state, None, 1e-5)
 
 
 def _mla() -> None:
-    cache = {"latent_BSR": torch.ones(1, 4, 16), "shared_BSJ": torch.ones(1, 4, 16)}
-    s = SimpleNamespace(append=lambda latent, shared: None, tensors=lambda: cache)
+    cache = torch.ones(1, 4, 16), torch.ones(1, 4, 16)
+    s = SimpleNamespace(reserve=lambda tokens: 1, buffers=lambda: cache)
     w = SimpleNamespace(
         **{"first": (ONE, ONE, ONE[:16]), "q_up": None, "q_norm": None},
         **{"latent_up": ONE[:, :16].contiguous(), "latent_norm": torch.ones(16), "out": ONE[:, :16].contiguous()},
     )
     kind = config.MLA(heads=1, plain_dim=16, shared_dim=16, value_dim=16, latent_rank=16, gate=True)
-    layers.mla(kind, w, s, X, X[0, 0], 1e-5, OPS)
+    layers.mla(kind, w, s, *_about())
 
 
 def _feed_forwards() -> None:
-    layers.mlp(config.MLP(32, SiTU()), SimpleNamespace(gate=ONE, up=ONE, down=ONE), X, X[0, 0], 1e-5, OPS)
-    w = SimpleNamespace(
-        **{"experts": _one_expert, "router": ONE, "router_bias": ONE[0], "latent_norm": None},
-        **dict.fromkeys(("latent_down", "latent_up", "shared_gate", "shared_up", "shared_down"), None),
-    )
-    layers.moe(config.MoE(32, 1, 32, 0, SiTU()), w, X, X[0, 0], 1e-5, OPS)
+    layers.mlp(config.MLP(32, SiTU()), SimpleNamespace(gate=ONE, up=ONE, down=ONE), *_about())
+    for lasting in (lambda _: Expert(ONE, ONE, ONE), None):
+        w = SimpleNamespace(
+            **{"experts": _Experts(lasting), "router": ONE, "router_bias": ONE[0], "latent_norm": None},
+            **dict.fromkeys(("latent_down", "latent_up", "shared_gate", "shared_up", "shared_down"), None),
+        )
+        layers.moe(config.MoE(32, 1, 32, 0, SiTU()), w, *_about())
 
 
-def _one_expert(x, ids, weights, activation, ops):
-    return ops.experts(x, ids, weights, lambda _: Expert(ONE, ONE, ONE), activation)
+class _Experts:
+    def __init__(self, lasting):
+        self.lasting = lasting
+
+    def __call__(self, x, ids, weights, activation, ops):
+        return ops.experts(x, ids, weights, lambda _: Expert(ONE, ONE, ONE), activation)
 
 
 def _others() -> None:

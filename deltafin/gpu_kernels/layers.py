@@ -9,13 +9,14 @@ from deltafin import config
 from deltafin.gpu_kernels.attention import append, attend_few
 
 
-def mla(c: config.MLA, w: Any, s: Any, x_BTD: Tensor, norm: Tensor, eps: float, ops: Any) -> Tensor | None:
-    """Norm and ``model.mla.forward``, with positions that are counted on the GPU: so it can be captured."""
+def mla(c: config.MLA, w: Any, s: Any, stream: Any, norm: Tensor, query: Tensor | None, ops: Any) -> bool:
+    """Add to the stream as ``Block.mix`` does, with positions that are counted on the GPU: so it can be captured."""
+    x_BTD = stream.read(query, ops)
     tokens = x_BTD.shape[1]
     length = s.position
     if length is None:
         length = torch.full((1,), s.length + tokens, dtype=torch.int32, device=x_BTD.device)
-    q, latent_shared, *gate = ops.linears(ops.rms_norm(x_BTD, norm, eps), w.first)
+    q, latent_shared, *gate = ops.linears(ops.rms_norm(x_BTD, norm, stream.eps), w.first)
     if w.q_up is not None:
         q = ops.linear(ops.rms_norm(q, w.q_norm, c.eps), w.q_up)
     end = s.reserve(tokens)
@@ -24,7 +25,8 @@ def mla(c: config.MLA, w: Any, s: Any, x_BTD: Tensor, norm: Tensor, eps: float, 
         *(q.unflatten(-1, (c.heads, -1)), s.latent_BSR, s.shared_BSJ, length, w.latent_up, c.value_dim), *gate
     )
     s.length = end
-    return ops.linear(o_BTHV.flatten(2), w.out)
+    stream.add(ops.linear(o_BTHV.flatten(2), w.out))
+    return True
 
 
 WHOLE = {config.MLA: mla}

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from deltafin.config import Layer, ModelConfig
 from deltafin.model import FEED_FORWARDS, MIXERS, kda, mla, residual
+from deltafin.model.residual import Stream
 from deltafin.ops import FEW, Ops
 from deltafin.ops.reference import wide
 from deltafin.transfer import moved, on
@@ -88,35 +89,38 @@ class Block:
         """The operations of the mixer and of the feed-forward."""
         return self.mixer_ops or self.ops, self.ops
 
-    def mix(self, s: State, x_BTD: Tensor, eps: float, few: bool) -> Tensor:
-        """Return what the mixer of tokens adds to the stream, norm first; ``s`` is advanced."""
-        if x_BTD.shape[1] > SLICE:
-            return torch.cat([self.mix(s, part, eps, few) for part in x_BTD.split(SLICE, 1)], 1)
-        kind, (ops, rest) = self.layer.mixer, self.tables
-        x_BTD = moved(x_BTD, ops.device)
-        whole = ops.whole.get(type(kind)) if few else None
-        y = whole(kind, self.mixer, s, x_BTD, self.norms.mixer, eps, ops) if whole else None
-        if y is None:
-            x_BTD = ops.rms_norm(x_BTD, self.norms.mixer, eps)
-            y = MIXERS[type(kind)].forward(kind, self.mixer, s, x_BTD, eps, ops)
-        return moved(y, rest.device)
+    def mix(self, s: State, stream: Stream) -> None:
+        """Add to the stream what the mixer makes of its tokens, norm first; ``s`` is advanced."""
+        (ops, rest), query = self.tables, self.norms.mixer_read
+        if ops is rest:
+            return self._mix(s, stream, query, ops)
+        there = Stream(moved(stream.read(query, rest), ops.device), stream.eps, block=1)  # of this sublayer alone
+        there.to(ops)
+        self._mix(s, there, None, ops)
+        stream.add(moved(there.prefix.to(stream.dtype), rest.device))
 
-    def feed(self, x_BTD: Tensor, eps: float, few: bool) -> Tensor:
-        """Return what the feed-forward adds to the stream, norm first."""
-        kind = self.layer.ffn
+    def _mix(self, s: State, stream: Stream, query: Tensor | None, ops: Ops) -> None:
+        kind, w, norm = self.layer.mixer, self.mixer, self.norms.mixer
+        whole = ops.whole.get(type(kind)) if stream.few else None
+        if whole is None or not whole(kind, w, s, stream, norm, query, ops):
+            x, eps = stream.read(query, ops).split(SLICE, 1), stream.eps
+            y = [MIXERS[type(kind)].forward(kind, w, s, ops.rms_norm(part, norm, eps), eps, ops) for part in x]
+            stream.add(torch.cat(y, 1) if len(y) > 1 else y[0])
+
+    def feed(self, stream: Stream) -> None:
+        """Add to the stream what the feed-forward makes of its tokens, norm first."""
+        kind, w, norm, query, ops = self.layer.ffn, self.ffn, self.norms.ffn, self.norms.ffn_read, self.ops
         if self.ahead is not None:
-            self.ahead(x_BTD)
-        whole = self.ops.whole.get(type(kind)) if few else None
-        y = whole(kind, self.ffn, x_BTD, self.norms.ffn, eps, self.ops) if whole else None
-        if y is None:
-            x_BTD = self.ops.rms_norm(x_BTD, self.norms.ffn, eps)
-            y = FEED_FORWARDS[type(kind)].forward(kind, self.ffn, x_BTD, eps, self.ops)
-        return y
+            self.ahead(stream.read(query, ops))
+        whole = ops.whole.get(type(kind)) if stream.few else None
+        if whole is None or not whole(kind, w, stream, norm, query, ops):
+            x = ops.rms_norm(stream.read(query, ops), norm, stream.eps)
+            stream.add(FEED_FORWARDS[type(kind)].forward(kind, w, x, stream.eps, ops))
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """A model that is ready to run; ``dtype`` is the type of its residual stream, ``ops`` are those of the head."""
+    """A model that is ready to run; ``dtype`` is the type of its activations, ``ops`` are those of the head."""
 
     config: ModelConfig
     edges: Edges
@@ -138,19 +142,14 @@ class Decoder:
         return tuple({id(ops): ops for ops in every}.values())
 
 
-Stream = residual.Sum | residual.Mixture
-
-
 def advance(m: Decoder, state: list[State], x_BTD: Tensor) -> Iterator[Stream]:
     """Advance ``state`` by T embedded tokens, layer by layer; yield the residual stream after every layer."""
-    eps = m.config.eps
-    stream = residual.start(m.config.residual, x_BTD, len(m.blocks), eps)
-    few = x_BTD.shape[1] <= FEW and m.dtype != torch.float64
+    stream = residual.start(m.config.residual, x_BTD, len(m.blocks), m.config.eps)
     for b, s in zip(m.blocks, state, strict=True):
-        stream.to(b.ops.device)
+        stream.to(b.ops)
         with on(b.ops.device):
-            stream.add(b.mix(s, stream.read(b.norms.mixer_read, b.ops), eps, few))
-            stream.add(b.feed(stream.read(b.norms.ffn_read, b.ops), eps, few))
+            b.mix(s, stream)
+            b.feed(stream)
         yield stream
 
 
@@ -162,7 +161,7 @@ def embedded(m: Decoder, tokens_BT: Tensor) -> Tensor:
 def predict(m: Decoder, state: list[State], x_BTD: Tensor, last: int = 1) -> Tensor:
     """Advance ``state`` by T embedded tokens; return the logits after the ``last`` of them: see ``forward``."""
     *_, stream = advance(m, state, x_BTD)
-    stream.to(m.ops.device)
+    stream.to(m.ops)
     with on(m.ops.device):
         x_BTD = m.ops.rms_norm(stream.read(m.edges.read, m.ops)[:, -last:], m.edges.norm, m.config.eps)
         return wide(m.ops.linear(x_BTD, m.edges.head))

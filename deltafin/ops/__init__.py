@@ -49,7 +49,9 @@ class Ops:
     together: bool = False
     """Whether a few tokens in one call give the same bits as one after the other."""
     whole: Mapping[type, Callable] = field(default_factory=dict)
-    """Whole sublayers for a few tokens, by kind of layer: the norm and the kind's ``forward``, where that is faster."""
+    """Whole sublayers for a few tokens, by kind of layer, where that is faster: what ``Block`` does, or False."""
+    widens: bool = False
+    """Whether the stream of a few tokens is in float32: those who compute in float32 would only convert it."""
     form: str = ""
     """Which of several forms of itself the backend uses on this machine, for people."""
     threads: Callable[[], int] = field(default_factory=lambda: torch.get_num_threads)
