@@ -64,15 +64,16 @@ def grade(model, rows: list[dict]) -> Iterator[bool]:
 @click.argument("model", default="nano")
 @click.option("--tasks", default="", metavar="A,B", help="Only these tasks, such as math,passkey.")
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="At most N prompts a task.")
+@click.option("--place", type=click.Choice(["auto", "cpu", "gpu", "hybrid"]), default="auto", help="Where it runs.")
 @click.option("--replies", type=click.Path(dir_okay=False), metavar="FILE", help="Write every reply there.")
-def main(model: str, tasks: str, limit: int | None, replies: str | None) -> None:
+def main(model: str, tasks: str, limit: int | None, place: str, replies: str | None) -> None:
     """Print a table of the scores."""
     import deltafin
 
     chosen = prompts([name for name in tasks.split(",") if name], limit)
     if not chosen:
         raise click.BadParameter(f"no such task; there are {', '.join(prompts())}", param_hint="--tasks")
-    loaded = deltafin.load(model)
+    loaded = deltafin.load(model, place=place)
     click.echo(f"{'task':<16}{'right':>6}{'n':>6}{'percent':>9}")
     for task, rows in chosen.items():
         messages = [answer(loaded, row) for row in rows]

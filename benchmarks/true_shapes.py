@@ -1,18 +1,19 @@
 """Kimi's true shapes on a GPU: operations beside the memory's bandwidth, whole layers, and each way to place them.
 
 Run it on a machine with a CUDA GPU: ``python benchmarks/true_shapes.py`` (about five minutes, 80 GB of GPU memory;
-parts of it by name: ``kernels``, ``cycle``, ``linear``). Weights are random. Launches are captured in graphs, each on
-memory of its own, together many times the cache; times are medians of many replays. The bandwidth is that of a large
-copy in the same run, bytes read and written.
+parts by name: ``kernels``, ``linear``, ``cycle``, or one of ``CYCLES``). Weights are random. Launches are captured
+in graphs, each on memory of its own, together many times the cache; times are medians of many replays. The bandwidth
+is that of a large copy in the same run, bytes read and written.
 """
 
 import argparse
 import math
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -22,8 +23,10 @@ from deltafin import bench, machine, ops
 from deltafin.captured import graphs_for
 from deltafin.config import KDA, MLA, MLP, AttentionResidual, Layer, ModelConfig, MoE, SiLU, SiTU
 from deltafin.experts import MappedExperts, SplitExperts, StackedExperts
+from deltafin.measure import bandwidth
 from deltafin.model.decoder import Block, Decoder, Part, parts
 from deltafin.ops import DeltaState, DeltaWeights, Expert, Ops, Stack
+from deltafin.placement import moved
 from deltafin.policy import AgedFrequency
 from deltafin.quant import GROUP, MXFP4, Int8
 from deltafin.weights import bind, matrices, specs
@@ -140,9 +143,14 @@ def random_experts(moe: MoE, width: int, there: Ops, here: Ops, held: float) -> 
     stack = Stack(*(random_matrix("mxfp4", there.device, count, *shape) for shape in shapes)) if count else None
     if stack and count == moe.experts:
         return StackedExperts(stack)
-    pool = [Expert(*(random_matrix("mxfp4", CPU, *shape) for shape in shapes)) for _ in range(POOL)]
-    mapped = MappedExperts(lambda x: pool[x % POOL])
+    mapped = MappedExperts(lambda x: pool(shapes)[x % POOL])
     return SplitExperts(stack, range(count), moe.experts, mapped, here, AgedFrequency(), 0) if stack else mapped
+
+
+@cache
+def pool(shapes: tuple[tuple[int, int], ...]) -> list[Expert]:
+    """Return the experts in RAM, the same for all layers."""
+    return [Expert(*(random_matrix("mxfp4", CPU, *shape) for shape in shapes)) for _ in range(POOL)]
 
 
 # Operations ---------------------------------------------------------------------------------------------------------
@@ -261,53 +269,86 @@ def kernels(table: Ops, copy: float) -> Iterator[tuple[str, float, str]]:
 # Models -------------------------------------------------------------------------------------------------------------
 
 
-def report(name: str, decoder: Decoder, copy: float, context: int = 1024) -> None:
-    """Print how fast a model decodes and reads, and what the parts of a token take."""
+def moved_by(decoder: Decoder, context: int) -> dict[str, float]:
+    """Bytes that a token moves after a context, by the type of the device whose memory they are in."""
+    demand, amounts = bench._demand(decoder), Counter[str]({decoder.ops.device.type: 0})
+    amounts[decoder.ops.device.type] += demand.head + demand.row
+    for block, layer in zip(decoder.blocks, demand.layers, strict=True):
+        mixer, rest = (ops.device.type for ops in block.tables)
+        weights, state, experts = moved(layer, context)
+        there = 1.0
+        if isinstance(block.layer.ffn, MoE) and isinstance(block.ffn.experts, SplitExperts):
+            there = (block.ffn.experts.slot >= 0).float().mean().item()
+        amounts.update({mixer: layer.mixer + state})
+        amounts.update({rest: weights - layer.mixer + round(experts * there)})
+        amounts.update({CPU.type: round(experts * (1 - there))})
+    return amounts
+
+
+def report(name: str, decoder: Decoder, speeds: dict[str, float], context: int = 1024, prompt: int = 2048) -> None:
+    """Print how fast a model decodes and reads, and what the parts of a token take.
+
+    ``speeds`` are bytes a second by type of device: together the parts of a token take at least what moving each
+    part's bytes takes.
+    """
     bench._read(decoder, state := decoder.empty_state(), context)
     bench._decoding(decoder, state, 0.5)
-    decode = statistics.median(bench._decoding(decoder, state, 1.0) for _ in range(3))
-    read = bench._reading(decoder, decoder.empty_state(), 2048, 1.0)
-    moved = bench.bytes_per_token(decoder, context)
-    line = f"{name:34} {1000 / decode:8.3f} ms a token, {decode:8.1f} tokens/s; prefill {read:9.0f} tokens/s"
-    if all(table.device.type == "cuda" for table in decoder.tables):
-        line += f"; {moved / 1e9:.2f} GB a token take {1000 * moved / copy:.3f} ms: {copy / decode / moved:.2f} times"
-    print(line)
+    taken = 1 / statistics.median(bench._decoding(decoder, state, 1.0) for _ in range(3))
+    read = bench._reading(decoder, decoder.empty_state(), prompt, 1.0)
+    print(f"{name:34} {1000 * taken:8.3f} ms a token, {1 / taken:8.1f} tokens/s; {prompt} tokens read at {read:.0f}/s")
+    amounts = {kind: amount for kind, amount in moved_by(decoder, context).items() if amount}
+    least = {kind: amount / speeds[kind] for kind, amount in amounts.items()}
+    each = (f"{amounts[kind] / 1e9:.2f} GB ({kind}) take {1000 * seconds:.3f} ms" for kind, seconds in least.items())
+    print(f"    {', '.join(each)}: {taken / sum(least.values()):.2f} times that")
     shown = (f"{p.part} {p.milliseconds:.2f} ms ({p.bytes / 1e6:.0f} MB)" for p in bench.parts(decoder, context))
-    print("    " + ", ".join(shown), flush=True)
+    print("    waited for part by part: " + ", ".join(shown), flush=True)
+
+
+CYCLES = {
+    "gpu": (GPU, GPU, 1.0, 1024, 2048),
+    "hybrid": (CPU, GPU, 1.0, 256, 512),
+    "half": (CPU, GPU, 0.5, 256, 512),
+    "cpu": (CPU, CPU, 0.0, 16, 32),
+}
+"""Kimi K3's cycle: where its recurrent mixers are, and all else; experts on the GPU; the context, and a prompt.
+
+Slow ones read less: a processor that reads a prompt unpacks nearly every expert, however short the prompt is."""
 
 
 def main() -> None:
     """Print everything that was asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", nargs="*", default=["kernels", "cycle", "linear"])
+    parser.add_argument("what", nargs="*", default=["kernels", "linear", *CYCLES], help="kernels, linear, or a cycle's")
     what, threads = parser.parse_args().what, machine.threads()
-    table = ops.gpus()[0]
-    copy = copy_bandwidth()
-    print(f"{torch.cuda.get_device_name(0)}, copy {copy / 1e12:.2f} TB/s; {threads} processor threads", flush=True)
+    what += CYCLES if "cycle" in what else []
+    table, cpu = ops.gpus()[0], None
+    speeds = {GPU.type: copy_bandwidth()}
+    print(f"{torch.cuda.get_device_name(0)}, copy {speeds[GPU.type] / 1e12:.2f} TB/s", flush=True)
     torch.cuda.empty_cache()
     if "kernels" in what:
         with torch.inference_mode():
-            for name, seconds, how in kernels(table, copy):
+            for name, seconds, how in kernels(table, speeds[GPU.type]):
                 print(f"{name:44} {1e6 * seconds:10.1f} us  {how}", flush=True)
                 torch.cuda.empty_cache()
     if "linear" in what:
         for form in ("int8", "mxfp4"):
             decoder = random_decoder(LINEAR, form, torch.bfloat16, table, table)
-            report(f"Kimi Linear, {form}, MXFP4, gpu", decoder, copy)
+            report(f"Kimi Linear, {form}, MXFP4, gpu", decoder, speeds)
             del decoder
             torch.cuda.empty_cache()
-    if "cycle" in what:
-        decoder = random_decoder(CYCLE, "bf16", torch.bfloat16, table, table)
-        report("K3's cycle, bf16, MXFP4, gpu", decoder, copy)
+    for name, (mixer, rest, held, context, prompt) in CYCLES.items():
+        if name not in what:
+            continue
+        if CPU in (mixer, rest) and cpu is None:
+            cpu = ops.ready("numba", threads, machine.cores(), partial(print, flush=True))
+            torch.set_num_threads(threads)
+            speeds[CPU.type] = 1e9 * bandwidth(threads)[0]
+            print(f"{threads} processor threads read {speeds[CPU.type] / 1e9:.0f} GB/s", flush=True)
+        tables = {GPU: table, CPU: cpu}
+        decoder = random_decoder(CYCLE, "bf16", torch.bfloat16, tables[mixer], tables[rest], held)
+        report(f"K3's cycle, bf16, MXFP4, {name}", decoder, speeds, context, prompt)
         del decoder
         torch.cuda.empty_cache()
-        cpu = ops.ready("numba", threads, machine.cores())
-        torch.set_num_threads(threads)
-        for name, there, held in (("hybrid", table, 1.0), ("hybrid, half of the experts", table, 0.5), ("cpu", cpu, 0)):
-            decoder = random_decoder(CYCLE, "bf16", torch.bfloat16, cpu, there, held)
-            report(f"K3's cycle, bf16, MXFP4, {name}", decoder, copy)
-            del decoder
-            torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from deltafin import machine
 from deltafin.config import KDA, MLA, MLP, AttentionResidual, Layer, ModelConfig, MoE
 from deltafin.executor import EXACT
 from deltafin.layout import Layout
@@ -20,7 +21,7 @@ from deltafin.store import Store
 from deltafin.weights import Weight, matrices, specs
 
 WIDENED = 1 << 19
-"""Elements of a weight that a product of many rows widens at a time."""
+"""Elements of a weight that a product of many rows widens at a time, for each of up to eight threads."""
 
 
 def packed(shape: tuple[int, ...], how: str) -> int:
@@ -193,4 +194,4 @@ def _buffers(config: ModelConfig, activation: int) -> int:
     depth = 2
     if isinstance(config.residual, AttentionResidual):
         depth = 3 + len(config.layers) // config.residual.block
-    return max(4, activation) * (widest + PIECE * config.width * (depth + 4) + 4 * WIDENED)
+    return max(4, activation) * (widest + PIECE * config.width * (depth + 4) + 4 * WIDENED * min(machine.threads(), 8))

@@ -22,7 +22,7 @@ from deltafin.quant import GROUP, pack_int8, pack_mxfp4
 from deltafin.snapshot import Snapshot
 from deltafin.store import Store
 from deltafin.tiers import Tiers
-from deltafin.transfer import moved
+from deltafin.transfer import moved, on
 from deltafin.weights import Weight, bind, matrices, specs
 
 PACK = {"int8": pack_int8, "mxfp4": partial(pack_mxfp4, closest=True)}
@@ -182,11 +182,12 @@ def _bind(store: Snapshot | Store, part: Part, tiers: Tiers | None, guess: Guess
 def _guess(part: Part, bound: dict[str, Any], eps: float, ops: Ops, x_BTD: Tensor) -> list[int]:
     """Return the experts that a layer's router would choose for one row of the stream."""
     weights, norm = bound[part.prefix], bound[part.prefix.replace("ffn", "norms")].ffn
-    x_ND = ops.rms_norm(moved(x_BTD, ops.device), norm, eps).flatten(0, 1)
-    ids_NE, _ = ops.route(
-        *(x_ND, weights.router, weights.router_bias),
-        *(part.config.chosen, part.config.renormalize, part.config.scale),
-    )
+    with on(ops.device):
+        x_ND = ops.rms_norm(moved(x_BTD, ops.device), norm, eps).flatten(0, 1)
+        ids_NE, _ = ops.route(
+            *(x_ND, weights.router, weights.router_bias),
+            *(part.config.chosen, part.config.renormalize, part.config.scale),
+        )
     return ids_NE[0].tolist()
 
 

@@ -11,11 +11,8 @@ from deltafin import measure, ops
 from deltafin.errors import UsageError
 from deltafin.executor import Home, homes
 from deltafin.ops import Ops
-from deltafin.placement import DRIVER, GPU, PLACES, SHARE, Demand, Placement, bytes_of, plan, spread
+from deltafin.placement import DRIVER, GPU, PLACES, SHARE, Demand, Placement, least, on_each, plan_over, sizes_of
 from deltafin.policy import AgedFrequency, Key
-
-SMALLER = 0.95
-"""How much of a budget is tried next, where layers cannot be divided so that each GPU keeps its own."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +24,8 @@ class Placed:
     head: Ops
     policy: AgedFrequency
     notes: Sequence[str] = ()
+    devices: Sequence[int] = ()
+    """On which of several GPUs each layer is, and the head (``placement.spread``)."""
 
     def info(self) -> dict[str, object]:
         """Return where the model runs, for people; sizes are bytes."""
@@ -39,6 +38,7 @@ class Placed:
         if held:
             there, count = map(sum, zip(*held, strict=True))
             about["experts on the GPU"] = f"{there:,} of {count:,}"
+        about |= on_each(p, self.devices)
         return about | ({"notes": "; ".join(self.notes)} if self.notes else {})
 
 
@@ -91,32 +91,26 @@ def placed(
         return None
     budgets, notes = _budgets(found, gpu)
     have = measure.measured(path, max(layer.expert for layer in needs.layers), progress=progress).machine
-    each = [max(0, budget - DRIVER - needs.buffers) for budget in budgets]  # what is left for the model
-    room = sum(each)
-    while True:
-        machine_now = replace(have, ram=ram, gpu=room + DRIVER + needs.buffers)
-        p = plan(needs, machine_now, needs.context, place)
-        devices = spread(p, each)
-        if devices is not None:
-            break
-        room = int(room * SMALLER)
+    p, devices = plan_over(needs, replace(have, ram=ram), needs.context, place, budgets)
     if not p.gpu_units:
+        needed = least(needs, needs.context, place)
+        if place == "auto" and max(budgets) >= needed:
+            return None
+        short = f"{sum(budgets) / 1e9:.2f} GB of GPU memory do not hold the first layer of this model"
+        what = f"{needed / 1e9:.2f} GB would, driver and buffers included"
         if place != "auto":
-            raise UsageError(
-                f"{sum(budgets) / 1e9:.1f} GB of GPU memory do not hold the first layer of this model",
-                "give more --gpu, or use --place cpu",
-            )
-        return None
+            raise UsageError(short, f"{what}: give more --gpu, or use --place cpu")
+        return Placed(p, [], cpu, AgedFrequency(), [*notes, f"{short} ({what}), so the processor runs all of it"])
     for table, budget in zip(found, budgets, strict=False):
         limit(table, budget)
-    return Placed(p, *homes(p, cpu, found, devices, heat), AgedFrequency(heat), notes)
+    return Placed(p, *homes(p, cpu, found, devices, heat), AgedFrequency(heat), notes, devices)
 
 
 def _budgets(found: Sequence[Ops], gpu: str | int | None) -> tuple[list[int], list[str]]:
     """Return how much may be used of each GPU, and what to say where that is less than was asked for."""
     if gpu is None:
         return [int(free(table) * SHARE) for table in found], []
-    asked = [bytes_of(text) for text in str(gpu).split(",")]
+    asked = sizes_of(gpu)
     if len(asked) > len(found):
         raise UsageError(f"there are sizes for {len(asked)} GPUs, and {len(found)} here", "give one for each")
     budgets, notes = list[int](), list[str]()

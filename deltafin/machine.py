@@ -41,6 +41,18 @@ def _counted() -> int:
     return os.cpu_count() or 1
 
 
+def cache_bytes(root: Path = Path("/")) -> int:
+    """Return the bytes of the largest cache of the first core, shared ones included; 0 where that is not known.
+
+    ``root`` is where ``sys`` is.
+    """
+    found = [0]
+    for path in (root / "sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        with suppress(OSError, ValueError):
+            found.append(int(path.read_text(encoding="utf-8").strip().removesuffix("K")) << 10)
+    return max(found)
+
+
 def quota() -> float | None:
     """CPUs that a container's limit allows (cgroup), or None."""
     with suppress(OSError, ValueError):

@@ -25,8 +25,11 @@ from deltafin import machine, placement
 from deltafin.direct import PAGE, anonymous, open_direct, pread
 from deltafin.errors import UsageError
 
-ARENA = 256 << 20
-"""Bytes that a measurement of memory, and a temporary file on a disk, spread over: several times a cache."""
+FILE = 256 << 20
+"""Bytes of a temporary file on a disk."""
+
+ARENA = max(FILE, 4 * machine.cache_bytes())
+"""Bytes that a measurement of memory spreads over: several times a cache."""
 
 SECONDS, DISK_SECONDS = 0.5, 5.0
 """How long products and copies, and reads of a disk, are measured."""
@@ -113,7 +116,7 @@ def gpu() -> dict[str, Any] | None:
     free, _ = torch.cuda.mem_get_info()
     about = torch.cuda.get_device_properties(0)
     size = min(1 << 30, free // 4)
-    here = torch.empty(min(size, ARENA), dtype=torch.uint8).pin_memory()
+    here = torch.empty(min(size, FILE), dtype=torch.uint8).pin_memory()
     there, twin = (torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2))
 
     def copying(target: Any, source: Any) -> float:
@@ -159,10 +162,10 @@ def disk(path: Path, piece: int, seconds: float = DISK_SECONDS) -> Disk:
     """
     weights = sorted((f for f in path.glob("*.safetensors") if f.is_file()), key=lambda f: f.stat().st_size)
     try:
-        if weights and weights[-1].stat().st_size >= ARENA:
+        if weights and weights[-1].stat().st_size >= FILE:
             return _disk(weights[-1], piece, seconds)
         with tempfile.NamedTemporaryFile("wb", prefix=".deltafin-", dir=path) as f:
-            for _ in range(0, ARENA, 1 << 20):
+            for _ in range(0, FILE, 1 << 20):
                 f.write(random.randbytes(1 << 20))  # no disk can store it as less
             f.flush()
             os.fsync(f.fileno())

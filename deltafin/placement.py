@@ -34,6 +34,9 @@ EMBEDDING = 64_000_000
 DRIVER = 500_000_000
 """Bytes of a GPU's memory that its driver's context takes."""
 
+SMALLER = 0.95
+"""How much of several GPUs' memory is tried next, where layers cannot be divided so that each keeps its budget."""
+
 TIERS: tuple[str, str, str] = ("gpu", "ram", "disk")
 """Where bytes can live, the fastest first."""
 
@@ -49,6 +52,11 @@ def bytes_of(text: str | int) -> int:
     if match is None or match[2].upper() not in UNITS:
         raise UsageError(f"{text!r} is not a size", "write it like 48GB, 500MB or 16GiB")
     return int(float(match[1]) * UNITS[match[2].upper()])
+
+
+def sizes_of(texts: str | int) -> list[int]:
+    """Read several sizes, parted by commas."""
+    return [bytes_of(text) for text in str(texts).split(",")]
 
 
 @dataclass(frozen=True)
@@ -449,6 +457,43 @@ def spread(p: Placement, budgets: Sequence[int]) -> list[int] | None:
         used += size
         devices.append(device)
     return devices
+
+
+def plan_over(
+    demand: Demand, machine: Machine, context: int, place: str, sizes: Sequence[int]
+) -> tuple[Placement, list[int]]:
+    """Place a model on a machine with a GPU of each of ``sizes``; return also where ``spread`` puts its layers.
+
+    The GPUs are planned as one, smaller than all together where layers cannot be divided so that each keeps its own.
+    """
+    beside = DRIVER + demand.buffers
+    budgets = [max(0, size - beside) for size in sizes]
+    room = sum(budgets)
+    while True:
+        p = plan(demand, replace(machine, gpu=room + beside if room else 0), context, place)
+        devices = spread(p, budgets)
+        if devices is not None:
+            return p, devices
+        room = int(room * SMALLER)
+
+
+def on_each(p: Placement, devices: Sequence[int]) -> dict[str, str]:
+    """Say for people which layers each of several GPUs has; ``devices`` are those of ``spread``. Nothing of one GPU."""
+    said, last = dict[str, str](), len(devices) - 1
+    for device in range(devices[-1] + 1) if any(devices) else ():
+        units = [unit for unit in range(min(p.gpu_units, len(devices))) if devices[unit] == device]
+        layers = [unit + 1 for unit in units if unit < last]
+        parts = [f"layers {layers[0]} to {layers[-1]}"] * bool(layers) + ["the head"] * (last in units)
+        said[f"GPU {device}"] = ", ".join(parts) or "nothing"
+    return said
+
+
+def least(demand: Demand, context: int, place: str) -> int:
+    """Bytes that a GPU must have for the first layer of a model, in one of ``PLACES``."""
+    layer = demand.layers[0]
+    whole = layer.weights + demand.held(layer, context)
+    apart = layer.weights - layer.mixer if layer.state else whole
+    return DRIVER + demand.buffers + {"gpu": whole, "hybrid": apart}.get(place, min(whole, apart))
 
 
 def _mixers(demand: Demand, context: int, units: int) -> int:

@@ -1,5 +1,7 @@
 """Activations on their way from one device's memory to another's, counted."""
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
@@ -14,3 +16,8 @@ def moved(x: Tensor, device: torch.device) -> Tensor:
     CARRIED["bytes"] += x.nbytes
     CARRIED["transfers"] += 1
     return x.to(device)
+
+
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """Let kernels that are launched in this context run on ``device``: of several GPUs one is the current one."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

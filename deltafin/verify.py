@@ -8,6 +8,7 @@ import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,8 +29,12 @@ BOUNDS = {
     "float64": 1e-12,  # rounding of some hundred float64 operations
     "float32": 1e-5,  # the same in float32, at 1e-7 each
     "attention float32": 1e-4,  # a score of hundreds is off by 1e-7 of itself, its exponential by 1e-5 and more
+    "bfloat16": 1e-2,  # results have 8 bits, which is 4e-3, and so may have what a sublayer holds inside
+    "scores of hundreds bfloat16": 1.0,  # queries of 8 bits: a score is off by more than one, whatever comes of that
+    "route bfloat16": 1e-5,  # rows have 8 bits, but what is computed of them, and so a choice, is not rounded
     "model float64": 1e-9,  # through every layer of a model
     "model float32": 1e-3,  # float32 through every layer; near ties of the router may amplify it
+    "model bfloat16": 1e-1,  # of the median token: 4e-3 in each sublayer, and other experts where two nearly tie
     "exact": 0.0,  # promised bit for bit
 }
 
@@ -93,7 +98,9 @@ def implementations() -> Iterator[tuple[str, str, Callable[..., Any]]]:
             yield op, f"{name}, float32", form
         for table in tables:
             if op in ops.overrides(table):
-                yield op, f"{table.name}, float32", On(table.device, getattr(table, op))
+                row = On(table.device, getattr(table, op))
+                yield op, f"{table.name}, float32", row
+                yield op, f"{table.name}, bfloat16", row
 
 
 @dataclass(frozen=True)
@@ -113,20 +120,31 @@ def check(op: str, name: str, implementation: Callable[..., Any]) -> Row:
     dtype = name.rpartition(", ")[2]
     worst: Row | None = None
     for case, arguments in cases(op):
-        given = [_cast(a, getattr(torch, dtype)) for a in arguments]
-        exact = [_cast(a, torch.float64) for a in given]
+        given = _given(op, arguments, dtype)
+        exact = _given(op, given, "float64")
         state = STATE.get(op, ())
         errors = compare(result(implementation, given, state), result(TRUTH[op], exact, state))
-        row = Row(op, name, case, *errors, BOUNDS.get(f"{op} {dtype}", BOUNDS[dtype]))
+        named = (BOUNDS.get(f"{what} {dtype}") for what in (case, op))
+        row = Row(op, name, case, *errors, next(filter(None, named), BOUNDS[dtype]))
         if worst is None or _worse(row, worst):
             worst = row
     assert worst is not None, f"{op} has no cases"
     return worst
 
 
+def _given(op: str, arguments: Sequence[Any], dtype: str) -> list[Any]:
+    """Cast the arguments of an operation as a model of a type would give them.
+
+    In bfloat16 these are its activations; state, and weights that are stored in float32, stay so.
+    """
+    first = ACTIVATIONS.get(op, 1)
+    activations = [_cast(a, getattr(torch, dtype), (*WIDE, torch.bfloat16)) for a in arguments[:first]]
+    return activations + [a if dtype == "bfloat16" else _cast(a, getattr(torch, dtype)) for a in arguments[first:]]
+
+
 def _worse(row: Row, than: Row) -> bool:
-    """Whether ``row`` has the larger error; nothing is worse than one that is not a number."""
-    return not math.isnan(than.relative) and not row.relative <= than.relative
+    """Whether ``row`` uses more of its bound; nothing is worse than an error that is not a number."""
+    return not math.isnan(than.relative) and not row.relative * than.bound <= than.relative * row.bound
 
 
 PARTS = ("short_conv", "delta_rule")
@@ -138,6 +156,9 @@ TRUTH: dict[str, Callable[..., Any]] = {
     "attention": reference.attention_expanded,
 }
 """What an operation is compared with, in float64."""
+
+ACTIVATIONS = {"delta_net": 6, "attention": 3}
+"""How many of an operation's arguments, from the first on, are activations, if not one."""
 
 STATE = {"short_conv": (2,), "delta_rule": (5,), "delta_net": (7,)}
 """Which arguments of an operation are state, and so part of its result."""
@@ -396,9 +417,12 @@ def _there(argument: Any, device: torch.device) -> Any:
     return _each(lambda tensor: tensor.to(device), argument)
 
 
-def _cast(argument: Any, dtype: torch.dtype) -> Any:
-    """Cast what is float32; weights stored in other types stay as they are stored."""
-    return _each(lambda t: t.to(dtype) if t.dtype in (torch.float32, torch.float64) else t, argument)
+WIDE = (torch.float32, torch.float64)
+
+
+def _cast(argument: Any, dtype: torch.dtype, types: Sequence[torch.dtype] = WIDE) -> Any:
+    """Cast what is of one of ``types``; weights stored in others stay as they are stored."""
+    return _each(lambda t: t.to(dtype) if t.dtype in types else t, argument)
 
 
 # A model -----------------------------------------------------------------------------------------------------------
@@ -438,15 +462,16 @@ def _check_splits(model: Verifiable) -> Row:
     return worst
 
 
-def _check_precision(model: Verifiable, length: int = TOKENS, case: str = "logits against float64") -> Row:
-    tokens = _text(model.decoder)
-    got = _in_pieces(model.in_dtype(torch.float32), tokens, [length] * (TOKENS // length))[:1]
-    want = _in_pieces(model.in_dtype(torch.float64), tokens, [TOKENS])[:1]
-    return Row("model", "float32", case, *compare(got, want), BOUNDS["model float32"])
-
-
-def _check_decode_precision(model: Verifiable) -> Row:
-    return _check_precision(model, 1, "decoded, against float64")
+def _check_precision(dtype: str, length: int, model: Verifiable) -> Row:
+    """In bfloat16 the error is that of the median token: where experts nearly tie, others are chosen."""
+    tokens, case = _text(model.decoder), "decoded, against float64" if length == 1 else "logits against float64"
+    got = _in_pieces(model.in_dtype(getattr(torch, dtype)), tokens, [length] * (TOKENS // length))[0]
+    want = _in_pieces(model.in_dtype(torch.float64), tokens, [TOKENS])[0]
+    absolute, relative = compare((got,), (want,))
+    if dtype == "bfloat16":
+        each = [compare((g,), (w,)) for g, w in zip(got[0], want[0], strict=True)]
+        (absolute, relative), case = torch.tensor(each).median(0).values.tolist(), f"median of {case}"
+    return Row("model", dtype, case, absolute, relative, BOUNDS[f"model {dtype}"])
 
 
 def _check_rows(model: Verifiable) -> Row:
@@ -475,8 +500,10 @@ def _type(model: Verifiable) -> str:
 MODEL_CHECKS: dict[str, Callable[[Verifiable], Row]] = {
     "model: decode against prefill": _check_decode,
     "model: any split": _check_splits,
-    "model: float32 against float64": _check_precision,
-    "model: float32 decode against float64": _check_decode_precision,
+    "model: float32 against float64": partial(_check_precision, "float32", TOKENS),
+    "model: float32 decode against float64": partial(_check_precision, "float32", 1),
+    "model: bfloat16 against float64": partial(_check_precision, "bfloat16", TOKENS),
+    "model: bfloat16 decode against float64": partial(_check_precision, "bfloat16", 1),
     "model: several rows against one": _check_rows,
     "model: save and load": _check_saving,
 }

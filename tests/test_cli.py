@@ -28,7 +28,7 @@ def invoke(*arguments, stdin=None):
 class FakeModel:
     """A model that remembers how it was asked; its reply comes in pieces."""
 
-    chat_format, name, tokens, messages = None, "toy", [], []
+    chat_format, placed, name, tokens, messages = None, None, "toy", [], []
 
     def __init__(self):
         self.asked = {}

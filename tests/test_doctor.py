@@ -106,12 +106,22 @@ def test_what_others_use_is_not_planned_with(fake, known, monkeypatch, tmp_path)
     assert bench.room() <= GB // 4
 
 
+def test_memory_is_measured_over_more_than_a_cache_holds(tmp_path):
+    assert machine.cache_bytes(tmp_path) == 0
+    for i, size in enumerate(("48K", "2048K", "307200K", "unknown")):
+        folder = tmp_path / f"sys/devices/system/cpu/cpu0/cache/index{i}"
+        folder.mkdir(parents=True)
+        (folder / "size").write_text(f"{size}\n", encoding="utf-8")
+    assert machine.cache_bytes(tmp_path) == 300 << 20
+    assert max(256 << 20, 4 * machine.cache_bytes()) == measure.ARENA
+
+
 # The disk
 
 
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setattr(measure, "ARENA", 1 << 21)
+    monkeypatch.setattr(measure, "FILE", 1 << 21)
     monkeypatch.setattr(measure, "DISK_SECONDS", 0.0)
 
 

@@ -24,7 +24,7 @@ from deltafin.demand import of_files
 from deltafin.errors import CheckpointError, UsageError
 from deltafin.experts import MappedExperts, PackedExperts, SplitExperts, StackedExperts, stacked
 from deltafin.ops import HELD, REFERENCE, Expert
-from deltafin.placement import DRIVER, GPU, Demand, LayerDemand, Machine, plan, spread
+from deltafin.placement import DRIVER, GPU, Demand, LayerDemand, Machine, least, plan, spread
 from deltafin.policy import AgedFrequency
 from deltafin.quant import pack_int8, pack_mxfp4
 from deltafin.store import open_model
@@ -149,6 +149,17 @@ def test_memory_that_other_programs_hold_makes_a_smaller_placement(folders, monk
     assert note.startswith("other programs use GPU 0: ")
 
 
+def test_a_gpu_that_is_too_small_is_said(folders):
+    result = CliRunner().invoke(main, ["info", str(folders["store"]), "--gpu", "0.5GB"])
+    assert result.exit_code == 0, result.output
+    needed = least(needs := of_files(open_model(folders["store"])), needs.context, "auto")
+    assert "0.50 GB of GPU memory do not hold the first layer of this model" in result.stderr
+    assert f"({needed / 1e9:.2f} GB would" in result.stderr
+    model = deltafin.load(folders["store"], gpu="0.5GB")
+    assert model.info()["place"].startswith("cpu, 0 of ")
+    assert torch.equal(logits(model), logits(deltafin.load(folders["store"])))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -249,6 +260,9 @@ def test_two_gpus_share_the_layers(folders, monkeypatch):
     names = [block.ops.name for block in model.decoder.blocks]
     assert names == sorted(names)
     assert set(names) == {"first", "second"}
+    first = names.count("first")
+    about = model.info()
+    assert (about["GPU 0"], about["GPU 1"]) == (f"layers 1 to {first}", f"layers {first + 1} to {len(names)}, the head")
     assert close(logits(model), logits(deltafin.load(folders["store"])))
 
 

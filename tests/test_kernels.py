@@ -9,6 +9,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -743,6 +744,26 @@ def test_progress_is_told_only_where_something_is_compiled(monkeypatch):
         prepare(1, [], told.append)
     assert (len(told), len(compiled)) == (1, 1)
     assert told[0].startswith("compiling kernels")
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="threads are pinned on Linux")
+@pytest.mark.skipif(len(machine.cores()) < 2, reason="takes two cores")
+def test_threads_of_torch_are_not_bound_to_the_core_of_the_first():
+    """They would inherit that, and a prompt be read by one core."""
+    code = """
+        import os, threading
+        from deltafin import machine, ops
+        import torch
+
+        cores = machine.cores()
+        ops.ready("numba", len(cores), cores)
+        torch.set_num_threads(len(cores))
+        torch.ones(1 << 22).add_(1)
+        bound = [os.sched_getaffinity(int(thread)) for thread in os.listdir("/proc/self/task")]
+        assert bound.count({cores[0]}) == 1, bound
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, env=environment)
 
 
 def test_cores_are_those_of_the_start_though_threads_are_pinned_since(monkeypatch):

@@ -37,6 +37,7 @@ from deltafin.placement import (
     Machine,
     bytes_of,
     context_that_fits,
+    least,
     plan,
 )
 from deltafin.pull import pull
@@ -307,6 +308,14 @@ def test_nothing_is_faster_than_auto(d, machine, context):
     assert "cpu" not in ways or ways["cpu"].total(GPU) == 0
 
 
+@given(demands, machines, st.integers(1, 300), st.sampled_from(["gpu", "hybrid"]), st.integers(-1, 1))
+def test_a_gpu_holds_a_layer_from_a_size_on_that_can_be_told(d, machine, context, place, more):
+    needed = least(d, context, place)
+    assume(machine.gpu and needed - DRIVER - d.buffers > 0)
+    p = placed(d, replace(machine, gpu=needed + more, ram=HUGE), context, place)
+    assert bool(p.gpu_units) == (more >= 0)
+
+
 def test_a_hybrid_keeps_recurrent_mixers_in_ram():
     kda = LayerDemand(100, state=10, flops=50.0, mixer=60, mixer_flops=40.0, experts=4, chosen=1, expert=20)
     mla = replace(kda, state=0, position=1)
@@ -545,6 +554,27 @@ def test_every_option_has_an_effect(tmp_path):
     assert report(DATA / "kimi-linear", "--machine", slower)["tokens_per_second"] == pytest.approx(
         base["tokens_per_second"] / 2
     )
+
+
+def test_several_gpus_are_planned_with_the_layers_of_each(tmp_path):
+    asked = (DATA / "kimi-linear", "--machine", machine_file(tmp_path, gpu_gbs=500, gpu_gflops=9000, link_gbs=20))
+    needs = demand.of_files(open_model(DATA / "kimi-linear"))
+    most = needs.weights + sum(needs.held(layer, needs.context) for layer in needs.layers)
+    size = DRIVER + needs.buffers + most * 2 // 3
+    gpus = report(*asked, "--place", "gpu", "--gpu", f"{size},{size}")["gpus"]
+    first = int(gpus["GPU 0"].removeprefix("layers 1 to "))
+    assert gpus == {"GPU 0": f"layers 1 to {first}", "GPU 1": f"layers {first + 1} to {len(needs.layers)}, the head"}
+    text = invoke(*asked, "--place", "gpu", "--gpu", f"{size},{size}").stdout
+    assert [line.split(maxsplit=2)[2] for line in text.splitlines() if line.startswith("GPU ")] == [*gpus.values()]
+    assert "gpus" not in report(*asked, "--gpu", "20GB")
+
+
+def test_a_gpu_that_is_too_small_is_said(tmp_path):
+    file = machine_file(tmp_path, gpu_gbs=500, gpu_gflops=9000, link_gbs=20)
+    content = report(DATA / "kimi-linear", "--machine", file, "--gpu", "0.5GB")
+    assert content["place"] == "cpu"
+    assert "the GPU holds no layer: the first takes" in content["notes"][-1]
+    assert report(DATA / "kimi-linear", "--machine", file)["notes"] == [f"as {file} describes it"]
 
 
 def test_a_table_for_people(tmp_path):

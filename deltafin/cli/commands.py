@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def load(model: str, options: dict[str, Any]) -> "Model":
-    """Load a model as the loading options ask; what takes long is shown."""
+    """Load a model as the loading options ask; what takes long is shown, and what is not as asked for said."""
     import deltafin
 
     chosen = {
@@ -31,7 +31,10 @@ def load(model: str, options: dict[str, Any]) -> "Model":
         for name in ("dtype", "threads", "backend", "resident", "experts", "ram", "pin", "lookahead", "place", "gpu")
     }
     with waiting() as tell:
-        return deltafin.load(model, **chosen, progress=tell)
+        loaded = deltafin.load(model, **chosen, progress=tell)
+    for note in loaded.placed.notes if loaded.placed else ():
+        click.echo(note, err=True)
+    return loaded
 
 
 @click.command()

@@ -46,7 +46,11 @@ def duration(seconds: float) -> str:
 @click.option(
     "--ram", metavar="SIZE", help="Memory to plan with, such as 48GB; by default nine tenths of what is free."
 )
-@click.option("--gpu", metavar="SIZE", help="GPU memory to plan with; by default nine tenths of what is free.")
+@click.option(
+    "--gpu",
+    metavar="SIZE",
+    help="GPU memory to plan with, or a size for each: 20GB,20GB; by default nine tenths of what is free.",
+)
 @click.option(
     "--place",
     type=click.Choice(["auto", "cpu", "gpu", "hybrid"]),
@@ -92,7 +96,8 @@ def plan(
 
     if file and again:
         raise click.UsageError("--measure measures this machine: leave --machine out")
-    budgets = {name: placement.bytes_of(text) for name, text in (("ram", ram), ("gpu", gpu)) if text is not None}
+    budgets = {} if ram is None else {"ram": placement.bytes_of(ram)}
+    gpus = [] if gpu is None else placement.sizes_of(gpu)
     with waiting() as tell:
         where, read = found(model, tell)
         demand = read(resident, experts)
@@ -107,20 +112,22 @@ def plan(
             machine = replace(machine, gpu=int(machine.gpu * placement.SHARE))
             if budgets.get("ram", 0) > machine.ram:
                 notes.append(f"--ram is more than is free here now ({size(machine.ram)})")
-    if budgets.get("gpu") and not machine.gpu_gbs:
+    gpus = gpus or [machine.gpu]
+    if (any(gpus) and not machine.gpu_gbs) or (place in ("gpu", "hybrid") and not any(gpus)):
         raise UsageError("there is no GPU to plan with", "--machine takes a file that describes one")
-    machine = replace(machine, **budgets)
     context = context or demand.context
-    if place in ("gpu", "hybrid") and not machine.gpu:
-        raise UsageError("there is no GPU to plan with", "--machine takes a file that describes one")
-    placed = placement.plan(demand, machine, context, place)
+    placed, devices = placement.plan_over(demand, replace(machine, **budgets), context, place, gpus)
+    each = placement.on_each(placed, devices)
+    if not placed.gpu_units and max(gpus) < (needed := placement.least(demand, context, place)) and any(gpus):
+        notes.append(f"the GPU holds no layer: the first takes {size(needed)}, driver and buffers included")
     changes = list(alternatives(placed, read, resident, experts, place))
     if as_json:
         content = {"model": model, "notes": notes, **placement.as_json(placed, PROMPTS)}
+        content |= {"gpus": each} if each else {}
         content["alternatives"] = [{"what": what, **speeds(p)} for what, p in changes]
         click.echo(json.dumps(content, indent=2, ensure_ascii=False))
     else:
-        click.echo(described(model, placed, notes, changes))
+        click.echo(described(model, placed, each, notes, changes))
 
 
 def found(model: str, tell: Callable[[str], None]) -> tuple[Path, Callable[[str, str], "Demand"]]:
@@ -176,7 +183,9 @@ def speeds(p: "Placement") -> dict[str, Any]:
     }
 
 
-def described(model: str, p: "Placement", notes: list[str], changes: list[tuple[str, "Placement"]]) -> str:
+def described(
+    model: str, p: "Placement", each: dict[str, str], notes: list[str], changes: list[tuple[str, "Placement"]]
+) -> str:
     """Write a plan for people, no wider than a narrow terminal."""
     from deltafin.placement import DISK, RAM, TIERS, context_that_fits
 
@@ -193,6 +202,7 @@ def described(model: str, p: "Placement", notes: list[str], changes: list[tuple[
     taken, fits = p.token_seconds, context_that_fits(p.demand, p.machine, p.place)
     whole = sum(taken.values())
     facts = [
+        *each.items(),
         ("decoding", f"{p.tokens_per_second:.3g} tokens/s after {p.context:,} tokens"),
         *((f"{n:,} tokens", f"{duration(sum(p.first_token(n).values()))} until the first answer") for n in PROMPTS),
         ("loading", f"{duration(p.load_seconds)} at least, from the disk"),

@@ -19,7 +19,10 @@ from deltafin.cpu_kernels.threads import threads
 from deltafin.quant import MXFP4, Int8
 
 TILE = 1 << 19
-"""Elements that are widened at a time: 2 MB, of the second- or third-level cache."""
+"""Elements that are widened at a time, for each of up to ``SHARERS`` threads: 2 MB, of a second-level cache."""
+
+SHARERS = 8
+"""More threads share what eight have, which bounds the memory that it takes."""
 
 HALVES = bool({"avx512bf16", "amx-bf16", "bf16"} & FEATURES)
 """Whether the processor multiplies bfloat16 itself; else torch would take longer than in float32."""
@@ -42,11 +45,12 @@ def _widen_mxfp4(w, first, out, nt):
 def tiles(weight: Stored, as_stored: bool = False) -> Iterator[tuple[int, Tensor]]:
     """Yield first row and float32 rows of every tile of a weight; a tile is good until the next is asked for.
 
-    ``as_stored``: plain weights keep their type.
+    What need not be widened is one tile. ``as_stored``: plain weights keep their type.
     """
     rows, columns = weight.shape
-    step = max(1, TILE // columns)
+    step = max(1, TILE * min(threads(), SHARERS) // columns)
     if isinstance(weight, Tensor) and (as_stored or weight.dtype == torch.float32):
+        step = rows if weight.is_floating_point() else step
         yield from ((start, weight[start : start + step]) for start in range(0, rows, step))
         return
     room = torch.empty(min(step, rows), columns)

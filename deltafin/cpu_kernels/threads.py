@@ -3,7 +3,8 @@
 A thread that waits spins for some ten microseconds, which bridges the gap between two kernels, and then sleeps, so
 that Numba's pool and torch's do not starve each other (``deltafin/__init__`` sets that, before either is there). On
 Linux every thread gets a core of its own when there is one for each: two threads that the scheduler has put on one core
-wait for each other a hundred times longer than the work takes.
+wait for each other a hundred times longer than the work takes. Torch's threads, which multiply the rows of a prompt,
+are left to the scheduler.
 """
 
 import contextlib
@@ -11,6 +12,7 @@ import os
 import threading
 
 import numba
+import torch
 from numba import prange
 
 from deltafin.cpu_kernels.compiling import kernel
@@ -45,6 +47,7 @@ def _wake(nt):
 
 def _pin(cores: list[int]) -> None:
     if not _workers:
+        torch.set_num_threads(len(cores))  # starts torch's threads, while what they inherit is to run on any core
         before = set(os.listdir("/proc/self/task"))
         _wake(len(cores))
         _workers.extend(sorted(int(t) for t in set(os.listdir("/proc/self/task")) - before))

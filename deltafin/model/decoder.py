@@ -13,7 +13,7 @@ from deltafin.model import FEED_FORWARDS, MIXERS, kda, mla, residual
 from deltafin.model.residual import Stream
 from deltafin.ops import FEW, Ops
 from deltafin.ops.reference import wide
-from deltafin.transfer import moved
+from deltafin.transfer import moved, on
 from deltafin.weights import Weight, specs, weight
 
 State = kda.State | mla.State
@@ -147,8 +147,9 @@ def advance(m: Decoder, state: list[State], x_BTD: Tensor) -> Iterator[Stream]:
     stream = residual.start(m.config.residual, x_BTD, len(m.blocks), m.config.eps)
     for b, s in zip(m.blocks, state, strict=True):
         stream.to(b.ops)
-        b.mix(s, stream)
-        b.feed(stream)
+        with on(b.ops.device):
+            b.mix(s, stream)
+            b.feed(stream)
         yield stream
 
 
@@ -161,8 +162,9 @@ def predict(m: Decoder, state: list[State], x_BTD: Tensor, last: int = 1) -> Ten
     """Advance ``state`` by T embedded tokens; return the logits after the ``last`` of them: see ``forward``."""
     *_, stream = advance(m, state, x_BTD)
     stream.to(m.ops)
-    x_BTD = m.ops.rms_norm(stream.read(m.edges.read, m.ops)[:, -last:], m.edges.norm, m.config.eps)
-    return wide(m.ops.linear(x_BTD, m.edges.head))
+    with on(m.ops.device):
+        x_BTD = m.ops.rms_norm(stream.read(m.edges.read, m.ops)[:, -last:], m.edges.norm, m.config.eps)
+        return wide(m.ops.linear(x_BTD, m.edges.head))
 
 
 def forward(m: Decoder, state: list[State], tokens_BT: Tensor, last: int = 1) -> Tensor:
