@@ -104,9 +104,10 @@ def _cpu() -> Iterator[Check]:
     table = ops.load("numba")
     compiling = importlib.import_module("deltafin.cpu_kernels.compiling")
     others = [f"{form} (needs {needs})" for form, needs in FEATURES.items()]
-    faster = others[: list(FEATURES).index(table.form)]
+    form, *_ = table.form.split(",")
+    faster = others[: list(FEATURES).index(form)]
     text = f"{compiling.CPU}, kernels use {table.form}"
-    if table.form == "portable":
+    if form == "portable":
         hint = f"packed weights are slow here; faster is {', '.join(faster)}"
         yield Check("cpu", "warning", text, hint)
     else:

@@ -7,7 +7,7 @@ Kernels take a few rows, ``delta_net`` many as well. Other rows, and float64, go
 from collections.abc import Callable
 from dataclasses import replace
 
-from deltafin.cpu_kernels import threads
+from deltafin.cpu_kernels import threads, tiles
 from deltafin.cpu_kernels.attention import attention
 from deltafin.cpu_kernels.delta import delta_net
 from deltafin.cpu_kernels.experts import experts, gated
@@ -32,7 +32,7 @@ OPS = replace(
     together=True,
     whole=WHOLE,
     widens=True,
-    form=FORM,
+    form=f"{FORM}, AMX for attention in bfloat16" if tiles.allowed() else FORM,
     threads=threads.threads,
 )
 
