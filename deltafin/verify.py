@@ -21,6 +21,7 @@ from deltafin.model.decoder import Decoder, forward
 from deltafin.ops import FEW, DeltaState, DeltaWeights, Expert, reference
 from deltafin.quant import MXFP4, Int8, pack_int8, pack_mxfp4
 from deltafin.session import Runnable, Session
+from deltafin.transfer import on
 
 Result = tuple[Tensor, ...]
 
@@ -112,7 +113,8 @@ class On:
 
     def __call__(self, *arguments: Any) -> Any:
         """Run it; tensors lie on the device already."""
-        return self.function(*arguments)
+        with on(self.device):
+            return self.function(*arguments)
 
 
 def check(op: str, name: str, implementation: Callable[..., Any]) -> Row:

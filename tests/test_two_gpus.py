@@ -7,10 +7,9 @@ import pytest
 import torch
 
 import deltafin
-from deltafin import Sampler, Session, gpu, machine, measure, verify
+from deltafin import Sampler, Session, gpu, library, machine, measure, verify
 from deltafin.demand import of_files
 from deltafin.experts import SplitExperts
-from deltafin.library import EMBEDDED
 from deltafin.placement import DRIVER, Machine, plan
 from deltafin.store import open_model
 
@@ -20,7 +19,7 @@ pytestmark = [
 ]
 
 DATA = Path(__file__).parent / "data"
-FOLDERS = {"kimi-k3-tiny": DATA / "kimi-k3-tiny", "kimi-linear": DATA / "kimi-linear", "nano": EMBEDDED}
+FOLDERS = {"kimi-k3-tiny": DATA / "kimi-k3-tiny", "kimi-linear": DATA / "kimi-linear", "nano": library.EMBEDDED}
 LARGE = 10**10
 PROMPT = [(7 * i * i + i) % 40 for i in range(40)]
 

@@ -4,11 +4,12 @@ Three regions: gate and up of all chosen experts, the activation, down. An exper
 read once. A row's result is the sum over its experts by increasing id, whatever else is in the call.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from numba import prange
+from numba.extending import register_jitable
 from torch import Tensor
 
 from deltafin.config import Activation, SiLU
@@ -16,10 +17,10 @@ from deltafin.cpu_kernels import mathematics
 from deltafin.cpu_kernels import vector as v
 from deltafin.cpu_kernels.compiling import kernel
 from deltafin.cpu_kernels.linear import PARALLEL, aligned, block, kinds, prepare
-from deltafin.cpu_kernels.many import product, segments
+from deltafin.cpu_kernels.many import product
 from deltafin.cpu_kernels.stored import (
+    OUTPUTS,
     STRIDE,
-    Row,
     Stored,
     as_array,
     as_tensor,
@@ -132,6 +133,15 @@ def few_experts(table, start, row, share, limits, x, coarse, x_prepared, h, up, 
                 _down(table, start, row, share, h, h_prepared, y, t, nt)
 
 
+@register_jitable
+def run(table, start, row, share, limits, x, coarse, nt):
+    """``few_experts`` with room for what is between and for the outputs, which are returned."""
+    h, up = np.empty((2, len(row), table[0, OUTPUTS]), np.float32)
+    y = np.empty((len(x), table[2, OUTPUTS]), np.float32)
+    few_experts(table, start, row, share, limits, x, coarse, scratch(x), h, up, scratch(h), y, nt)
+    return y
+
+
 @kernel(parallel=True)
 def activate_rows(gate, up, limits, nt):
     """Activate all rows in place of their gate."""
@@ -155,25 +165,6 @@ def saturation(kind: Activation) -> tuple[np.float32, np.float32]:
     return np.float32(kind.gate_limit), np.float32(kind.up_limit)
 
 
-def _run(
-    x: Tensor,
-    xs: np.ndarray,
-    about: Sequence[Row],
-    start: np.ndarray,
-    row: np.ndarray,
-    share: np.ndarray,
-    width: int,
-    activation: Activation,
-) -> np.ndarray:
-    h, up = np.empty((2, len(row), width), np.float32)
-    y = np.empty((len(xs), about[2].outputs), np.float32)
-    few_experts(
-        *(table_of(about), start, row, share, saturation(activation)),
-        *(xs, is_coarse(x.dtype), scratch(xs), h, up, scratch(h), y, threads()),
-    )
-    return y
-
-
 def gated(x: Tensor, gate: Stored, up: Stored, down: Stored, kind: Activation) -> Tensor:
     """See ``reference.gated``."""
     xs, about = few(x), [described(w) for w in (gate, up, down)]
@@ -184,7 +175,8 @@ def gated(x: Tensor, gate: Stored, up: Stored, down: Stored, kind: Activation) -
         return y.to(x.dtype).view(*x.shape[:-1], -1)
     rows = len(xs)
     every = (np.array((0, rows)), np.arange(rows), np.ones(rows, np.float32))
-    return as_tensor(_run(x, xs, about, *every, about[0].outputs, kind), x)  # type: ignore[arg-type, union-attr]
+    table = table_of(about)  # type: ignore[arg-type]
+    return as_tensor(run(table, *every, saturation(kind), xs, is_coarse(x.dtype), threads()), x)
 
 
 def experts(
@@ -199,20 +191,21 @@ def experts(
     dtype = dtype or x_NM.dtype
     if x_NM.dtype == torch.float64:
         return reference.experts(x_NM, ids_NE, weight_NE, expert, activation, dtype)
-    xs, ids, share = few(x_NM), ids_NE.numpy(), as_array(weight_NE)
+    xs, ids, share = few(x_NM), ids_NE.contiguous().numpy(), as_array(weight_NE)
     if len(ids) == 1:  # increasing by contract
         used, share = ids[0].tolist(), share[0]
         start, row = np.arange(len(used) + 1), np.zeros(len(used), np.int64)
     else:
-        used, start, pairs = segments(ids)
-        row, share = pairs // ids.shape[1], share.ravel()[pairs]
+        start, row, share, used = grouped(ids, share, ids.max() + 1)
+        used = used.tolist()
     if xs is None:
         return _many_experts(x_NM, used, start, row, share, expert, activation).to(dtype)
     chosen = [expert(x) for x in used]  # keeps them alive until all is done
     about = [described(w) for e in chosen for w in e]
     if None in about:
         return _many_experts(x_NM, used, start, row, share, expert, activation).to(dtype)
-    y = _run(x_NM, xs, about, start, row, share, about[0].outputs, activation)  # type: ignore[arg-type, union-attr]
+    table, limits = table_of(about), saturation(activation)  # type: ignore[arg-type]
+    y = run(table, start, row, share, limits, xs, is_coarse(x_NM.dtype), threads())
     return torch.from_numpy(y).to(dtype)
 
 

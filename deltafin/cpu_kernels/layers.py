@@ -19,11 +19,22 @@ from deltafin.cpu_kernels import vector as v
 from deltafin.cpu_kernels.attention import attend_few, cache_of, suits_tiles
 from deltafin.cpu_kernels.compiling import kernel
 from deltafin.cpu_kernels.delta import PARALLEL, arrays, few_tokens
-from deltafin.cpu_kernels.experts import few_experts, grouped, saturation
+from deltafin.cpu_kernels.experts import grouped, run, saturation
 from deltafin.cpu_kernels.linear import few_rows
 from deltafin.cpu_kernels.mathematics import sigmoid
 from deltafin.cpu_kernels.small import choose, mix, norm_rows, rounded
-from deltafin.cpu_kernels.stored import ADDRESS, F32, HEAD, KIND, MX, OUTPUTS, as_array, described, is_coarse, table_of
+from deltafin.cpu_kernels.stored import (
+    ADDRESS,
+    F32,
+    KIND,
+    MX,
+    OUTPUTS,
+    as_array,
+    described,
+    is_coarse,
+    scratch,
+    table_of,
+)
 from deltafin.cpu_kernels.threads import threads
 from deltafin.ops import Expert
 
@@ -38,7 +49,7 @@ def product(table, x, coarse, nt):
     for i in range(len(table)):
         outputs += table[i, OUTPUTS]
     y = np.empty((len(x), outputs), np.float32)
-    few_rows(table, x, coarse, np.empty((len(x), 2 * HEAD + 8 * x.shape[1]), np.uint8), y, nt)
+    few_rows(table, x, coarse, scratch(x), y, nt)
     return y
 
 
@@ -125,10 +136,7 @@ def _kept(w: Any, make: Any) -> Any:
 def _stream(stream: Any, query: Any) -> Any:
     """A stream as the kernels see it: its sums, how many are finished, where the next output goes, a query, epsilon."""
     finished, sums = stream.finished, stream.sums
-    try:
-        rows = stream._rows
-    except AttributeError:
-        rows = stream._rows = sums.view(len(sums), -1, sums.shape[-1]).numpy()
+    rows = sums.view(len(sums), -1, sums.shape[-1]).numpy()
     return rows, finished, stream.next(), query, np.float32(stream.eps)
 
 
@@ -229,14 +237,8 @@ def mla(c: config.MLA, w: Any, s: Any, stream: Any, norm: Tensor, query: Tensor 
 @kernel()
 def _gated(x, table, limits, coarse, nt):
     rows = len(x)
-    width = table[0, OUTPUTS]
-    h, up = np.empty((rows, width), np.float32), np.empty((rows, width), np.float32)
-    y = np.empty((rows, table[2, OUTPUTS]), np.float32)
     start, row, share = np.array((0, rows)), np.arange(rows), np.ones(rows, np.float32)
-    prepared = np.empty((rows, 2 * HEAD + 8 * x.shape[1]), np.uint8)
-    prepared_h = np.empty((rows, 2 * HEAD + 8 * width), np.uint8)
-    few_experts(table, start, row, share, limits, x, coarse, prepared, h, up, prepared_h, y, nt)
-    return y
+    return run(table, start, row, share, limits, x, coarse, nt)
 
 
 @kernel()
@@ -306,12 +308,8 @@ def _at_hand(stream, norm, choice, experts, back, limits, coarse, nt):
     missing = used[experts[used, 0, ADDRESS] == 0]
     if not len(missing):
         table = experts[used].reshape(-1, experts.shape[2])
-        h, up = np.empty((2, len(row), table[0, OUTPUTS]), np.float32)
-        y = np.empty((len(x), table[2, OUTPUTS]), np.float32)
-        prepared = np.empty((len(z), 2 * HEAD + 8 * z.shape[1]), np.uint8)
-        prepared_h = np.empty((len(h), 2 * HEAD + 8 * h.shape[1]), np.uint8)
         z = _rounded(z) if coarse else z
-        few_experts(table, start, row, shares, limits, z, coarse, prepared, h, up, prepared_h, y, nt)
+        y = run(table, start, row, shares, limits, z, coarse, nt)
         y = _rounded(y) if coarse else y
         _rest(stream, x, y, back, limits, coarse, nt)
     return missing

@@ -7,7 +7,6 @@ processor has instructions for that: several times faster than in float32.
 
 from collections.abc import Iterator
 
-import numpy as np
 import torch
 from numba import prange
 from torch import Tensor
@@ -134,11 +133,3 @@ def up_of(weight: Stored, heads: int) -> Tensor:
     for start, tile in tiles(weight):
         whole[start : start + len(tile)] = tile
     return whole.view(heads, -1, weight.shape[1])
-
-
-def segments(ids_NE: np.ndarray) -> tuple[list[int], np.ndarray, np.ndarray]:
-    """Which experts are used, by increasing id; where each one's share of the (row, place) pairs begins; the pairs."""
-    flat = ids_NE.ravel()
-    order = np.argsort(flat, kind="stable")
-    used, first = np.unique(flat[order], return_index=True)
-    return used.tolist(), np.append(first, len(flat)), order

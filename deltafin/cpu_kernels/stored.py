@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numba.extending import register_jitable
 from torch import Tensor
 
 from deltafin.quant import MXFP4, Int8
@@ -90,6 +91,7 @@ def as_tensor(y: np.ndarray, like: Tensor) -> Tensor:
     return out.view(*like.shape[:-1], y.shape[-1])
 
 
+@register_jitable
 def scratch(xs: np.ndarray) -> np.ndarray:
     """Room for the prepared form of some rows."""
     return np.empty((len(xs), 2 * HEAD + 8 * xs.shape[1]), np.uint8)

@@ -532,8 +532,7 @@ def delta_net(
         return reference.delta_net(*inputs, w, s, floor, eps)
     batch, tokens = q_BTC.shape[:2]
     out = q_BTC.new_empty(batch, tokens, v_BTC.shape[2])
-    with torch.cuda.device_of(q_BTC):
-        (_few if tokens <= FEW else _many)(inputs, w, s, floor, eps, out)
+    (_few if tokens <= FEW else _many)(inputs, w, s, floor, eps, out)
     return out
 
 
