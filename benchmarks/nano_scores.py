@@ -69,11 +69,16 @@ def grade(model, rows: list[dict]) -> Iterator[bool]:
 def main(model: str, tasks: str, limit: int | None, place: str, replies: str | None) -> None:
     """Print a table of the scores."""
     import deltafin
+    from deltafin.cli import show
 
     chosen = prompts([name for name in tasks.split(",") if name], limit)
     if not chosen:
         raise click.BadParameter(f"no such task; there are {', '.join(prompts())}", param_hint="--tasks")
-    loaded = deltafin.load(model, place=place)
+    try:
+        loaded = deltafin.load(model, place=place)
+    except deltafin.DeltafinError as error:
+        show(error)
+        raise SystemExit(1) from None
     click.echo(f"{'task':<16}{'right':>6}{'n':>6}{'percent':>9}")
     for task, rows in chosen.items():
         messages = [answer(loaded, row) for row in rows]
