@@ -18,7 +18,7 @@ from deltafin.cpu_kernels import vector as v
 from deltafin.cpu_kernels.compiling import kernel
 from deltafin.cpu_kernels.linear import block, prepare
 from deltafin.cpu_kernels.many import attend, up_of
-from deltafin.cpu_kernels.mathematics import exp
+from deltafin.cpu_kernels.mathematics import exp, exps
 from deltafin.cpu_kernels.small import rounded
 from deltafin.cpu_kernels.stored import (
     ADDRESS,
@@ -133,8 +133,7 @@ def _chunk(kind, q, latent, latent_stride, shared, shared_stride, rank, common, 
             top = max(top, p[h, s])
         shrink = exp(largest[h] - top) if largest[h] > -np.inf else np.float32(0)
         total = np.float32(0)
-        for s in range(count):
-            p[h, s] = exp(p[h, s] - top)
+        exps(p[h], top, p[h, :count])
         for s in range(count):
             total += p[h, s]
         mass[h] = mass[h] * shrink + total
@@ -198,7 +197,8 @@ def _softmax(p, count, top, largest, mass, acc):
                 acc[h, i] *= shrink
     for s in range(count):
         for h in range(heads):
-            p[s, h] = exp(p[s, h] - top[h])
+            p[s, h] -= top[h]
+        exps(p[s], np.float32(0), p[s])
     for s in range(count):
         for h in range(heads):
             mass[h] += p[s, h]

@@ -20,7 +20,7 @@ from numba import carray, cfunc, prange, types
 
 from deltafin.cpu_kernels import vector as v
 from deltafin.cpu_kernels.compiling import FOLDER, kernel
-from deltafin.cpu_kernels.mathematics import exp, sigmoid, softplus, sum_of_products
+from deltafin.cpu_kernels.mathematics import exps, gated, log_decays, sigmoid, silus, sum_of_products
 
 CHUNK, BLOCK = 64, 16
 """Tokens of a chunk, and of a block of it."""
@@ -87,8 +87,7 @@ def _convolve(table, which, first, channels, start, tokens, out):
             source, taps = (x[at] if at >= 0 else tail[at + before])[first:], weights[j, first:]
             for c in range(channels):
                 y[c] += source[c] * taps[c]
-        for c in range(channels):
-            y[c] = y[c] * sigmoid(y[c])
+        silus(y, y[:channels])
 
 
 @kernel()
@@ -112,17 +111,6 @@ def normalise(x, scale):
 
 
 @kernel()
-def log_decays(z, speed, bias, floor, g):
-    """Log-decays of one token, from where ``z`` and ``bias`` begin."""
-    if floor < 0:
-        for i in range(len(g)):
-            g[i] = floor * sigmoid(speed * (z[i] + bias[i]))
-    else:
-        for i in range(len(g)):
-            g[i] = -speed * softplus(z[i] + bias[i])
-
-
-@kernel()
 def _rows(table, h, key, floor, start, at, tokens, room):
     """What decays and write strengths make of the keys and queries of one block, ``at`` in the chunk at ``start``.
 
@@ -142,10 +130,8 @@ def _rows(table, h, key, floor, start, at, tokens, room):
         b = -sigmoid(beta[start + i, h])
         for d in range(key):
             block[d] += g[d]
-        for d in range(key):
-            late[d] = exp(block[d])
-        for d in range(key):
-            g[d] = exp(g[d])
+        exps(block, np.float32(0), late[:key])
+        exps(g, np.float32(0), g[:key])
         for d in range(key):
             faded[d] = k[d]
         for d in range(key):
@@ -160,8 +146,7 @@ def _rows(table, h, key, floor, start, at, tokens, room):
                 x_all[d] = x_late[d] * before[d]
     for d in range(key):
         chunk[d] += block[d]
-    for d in range(key):
-        before[d] = exp(chunk[d])
+    exps(chunk, np.float32(0), before[:key])
 
 
 @kernel()
@@ -235,8 +220,7 @@ def _value_head(table, h, key, value, start, tokens, room, values, S):
         s = np.float32(1) / np.sqrt(sum_of_products(o, o) / np.float32(value) + eps)
         for c in range(value):
             o[c] = o[c] * s * norm[c]
-        for c in range(value):
-            y[c] = o[c] * sigmoid(z[c])
+        gated(o, z, y[:value])
 
 
 def _head(plan, i, t):

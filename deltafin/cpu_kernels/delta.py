@@ -6,13 +6,13 @@ token (``ops.reference`` says why the state is value-major); everything else of 
 
 import numpy as np
 import torch
-from numba import prange
+from numba import carray, prange
 from torch import Tensor
 
 from deltafin.cpu_kernels import vector as v
-from deltafin.cpu_kernels.chunks import log_decays, many_tokens, normalise
+from deltafin.cpu_kernels.chunks import many_tokens, normalise
 from deltafin.cpu_kernels.compiling import kernel
-from deltafin.cpu_kernels.mathematics import exp, sigmoid, sum_of_products
+from deltafin.cpu_kernels.mathematics import exps, gated, log_decays, sigmoid, silus, sum_of_products
 from deltafin.cpu_kernels.stored import as_array
 from deltafin.cpu_kernels.threads import threads
 from deltafin.ops import FEW, DeltaState, DeltaWeights, reference
@@ -28,30 +28,22 @@ def _convolve(x, taps, tail, first, out):
     ``taps`` [W, channels], ``tail`` [W - 1, channels]: of all channels, and cut row by row, because a column of a
     matrix is not known to be contiguous; ``x`` and ``out`` have these channels alone.
     """
-    before, channels = len(tail), len(out)
-    last = first + channels
-    now = taps[before, first:last]
-    for c in range(channels):
-        out[c] = x[c] * now[c]
-    for j in range(before):
-        own, old = taps[j, first:last], tail[j, first:last]
-        for c in range(channels):
-            out[c] += old[c] * own[c]
-    for c in range(channels):
-        out[c] *= sigmoid(out[c])
-    for j in range(before):
-        old = tail[j, first:last]
-        new = tail[j + 1, first:last] if j + 1 < before else x
-        for c in range(channels):
-            old[c] = new[c]
+    before, channels, stride = len(tail), len(out), taps.strides[0]
+    whole, at = channels & ~15, 4 * first
+    v.convolve(x.ctypes.data, taps.ctypes.data + at, tail.ctypes.data + at, stride, before, out.ctypes.data, whole)
+    for c in range(whole, channels):
+        out[c] = x[c] * taps[before, first + c]
+        for j in range(before):
+            out[c] += tail[j, first + c] * taps[j, first + c]
+            tail[j, first + c] = tail[j + 1, first + c] if j + 1 < before else x[c]
+    silus(out, out)
 
 
 @kernel()
 def _decays(z, speed, bias, floor, out):
     """The factors of some channels' decay, ``exp(g)``."""
     log_decays(z, speed, bias, floor, out)
-    for i in range(len(out)):
-        out[i] = exp(out[i])
+    exps(out, np.float32(0), out)
 
 
 @kernel()
@@ -60,9 +52,12 @@ def _step(S, k, ka, qa, a, values, beta, qk, out):
     n = len(k)
     rows, width = S.ctypes.data, 4 * n
     if n % 16 == 0:
-        where = (a.ctypes.data, k.ctypes.data, ka.ctypes.data, qa.ctypes.data)
-        for j in range(len(values)):
-            out[j] = v.delta_row(rows + j * width, where[0], where[1], where[2], where[3], beta, values[j], qk, n)
+        sides = (a.ctypes.data, k.ctypes.data, ka.ctypes.data, qa.ctypes.data)
+        source, target, pairs = values.ctypes.data, out.ctypes.data, len(values) // v.ROWS * v.ROWS
+        for j in range(0, pairs, v.ROWS):
+            v.delta_rows(rows + j * width, *sides, beta, source + 4 * j, qk, target + 4 * j, n)
+        for j in range(pairs, len(values)):
+            v.delta_row(rows + j * width, *sides, beta, source + 4 * j, qk, target + 4 * j, n)
         return
     for j in range(len(values)):
         p, o = np.float32(0), np.float32(0)
@@ -76,16 +71,15 @@ def _step(S, k, ka, qa, a, values, beta, qk, out):
 
 
 @kernel()
-def _head(b, g, groups, inputs, weights, tails, S, floor, eps, out):
-    """All tokens of key head g of sequence b, with its value heads."""
+def _head(b, g, groups, inputs, weights, tails, S, floor, eps, out, room):
+    """All tokens of key head g of sequence b, with its value heads; ``room`` [7, K or V, the larger]."""
     q_in, k_in, v_in, z_in, beta_in, gate_in = inputs
     q_conv, k_conv, v_conv, decay_log, decay_bias, norm = weights
     q_tail, k_tail, v_tail = tails
     key, value = S.shape[3], S.shape[2]
     per_channel = z_in.shape[2] != beta_in.shape[2]
-    room = np.empty((5, key), np.float32)
-    q, k, a, ka, qa = room[0], room[1], room[2], room[3], room[4]
-    values, o, one = np.empty(value, np.float32), np.empty(value, np.float32), np.empty(1, np.float32)
+    q, k, a, ka, qa = room[0, :key], room[1, :key], room[2, :key], room[3, :key], room[4, :key]
+    values, o = room[5, :value], room[6, :value]
     keys = slice(g * key, (g + 1) * key)
     for t in range(q_in.shape[1]):
         _convolve(q_in[b, t, keys], q_conv, q_tail[b], keys.start, q)
@@ -101,16 +95,22 @@ def _head(b, g, groups, inputs, weights, tails, S, floor, eps, out):
                 channels = slice(h * key, (h + 1) * key)
                 _decays(z_in[b, t, channels], speed, decay_bias[channels], floor, a)
             else:
-                _decays(z_in[b, t, h : h + 1], speed, decay_bias[h : h + 1], floor, one)
-                a[:] = one[0]
+                _decays(z_in[b, t, h : h + 1], speed, decay_bias[h : h + 1], floor, a[:1])
+                a[1:] = a[0]
             for i in range(key):
                 ka[i] = k[i] * a[i]
                 qa[i] = q[i] * a[i]
             _step(S[b, h], k, ka, qa, a, values, sigmoid(beta_in[b, t, h]), qk, o)
             s = np.float32(1) / np.sqrt(sum_of_products(o, o) / np.float32(value) + eps)
-            result, gate = out[b, t, own], gate_in[b, t, own]
             for i in range(value):
-                result[i] = o[i] * s * norm[i] * sigmoid(gate[i])
+                o[i] *= s * norm[i]
+            gated(o, gate_in[b, t, own], out[b, t, own])
+
+
+@kernel()
+def _own(x):
+    """The same array for one thread: nobody counts who uses it. Threads that count together wait for each other."""
+    return carray(v.pointer(x.ctypes.data), x.shape, np.float32)
 
 
 @kernel(parallel=True)
@@ -119,8 +119,16 @@ def few_tokens(groups, inputs, weights, tails, S, floor, eps, out, nt):
     heads = S.shape[1] // groups
     work = len(S) * heads
     for t in prange(nt):
+        x, w = inputs, weights
+        mine = (
+            (_own(x[0]), _own(x[1]), _own(x[2]), _own(x[3]), _own(x[4]), _own(x[5])),
+            (_own(w[0]), _own(w[1]), _own(w[2]), _own(w[3]), _own(w[4]), _own(w[5])),
+            (_own(tails[0]), _own(tails[1]), _own(tails[2])),
+            _own(S),
+        )
+        result, room = _own(out), np.empty((7, max(S.shape[2], S.shape[3])), np.float32)
         for i in range(work * t // nt, work * (t + 1) // nt):
-            _head(i // heads, i % heads, groups, inputs, weights, tails, S, floor, eps, out)
+            _head(i // heads, i % heads, groups, *mine, floor, eps, result, _own(room))
 
 
 def delta_net(

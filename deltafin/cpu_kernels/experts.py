@@ -83,12 +83,9 @@ def _activate(gate, up, limits, needs_int8, needs_mx, coarse, prepared, p):
     """Activate pair p in place of its gate, and prepare it for the down products."""
     g, u = gate[p], up[p]
     if limits[0] > 0:
-        a, b = limits[0], limits[1]
-        for i in range(len(g)):
-            g[i] = a * mathematics.tanh(g[i] / a) * mathematics.sigmoid(g[i]) * (b * mathematics.tanh(u[i] / b))
+        mathematics.situ_gated(g, u, limits[0], limits[1], g)
     else:
-        for i in range(len(g)):
-            g[i] = g[i] * mathematics.sigmoid(g[i]) * u[i]
+        mathematics.silu_gated(g, u, g)
     if needs_int8 or needs_mx:
         prepare(needs_int8, needs_mx, coarse, g, prepared[p, aligned(prepared) :])
 

@@ -21,7 +21,7 @@ from deltafin.cpu_kernels.compiling import kernel
 from deltafin.cpu_kernels.delta import PARALLEL, arrays, few_tokens
 from deltafin.cpu_kernels.experts import grouped, run, saturation
 from deltafin.cpu_kernels.linear import few_rows
-from deltafin.cpu_kernels.mathematics import sigmoid
+from deltafin.cpu_kernels.mathematics import gated
 from deltafin.cpu_kernels.small import choose, mix, norm_rows, rounded
 from deltafin.cpu_kernels.stored import (
     ADDRESS,
@@ -202,8 +202,7 @@ def _after(stream, o, gate, out, coarse, nt):
     """The output gate, the last projection, and the sum."""
     if gate.shape[1]:
         for n in range(len(o)):
-            for i in range(o.shape[1]):
-                o[n, i] *= sigmoid(gate[n, i])
+            gated(o[n], gate[n], o[n])
     _add(stream[0], stream[2], product(out, o, coarse, nt))
 
 

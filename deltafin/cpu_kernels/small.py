@@ -7,7 +7,7 @@ from torch import Tensor
 from deltafin.cpu_kernels import vector as v
 from deltafin.cpu_kernels.compiling import kernel
 from deltafin.cpu_kernels.linear import linear
-from deltafin.cpu_kernels.mathematics import exp, sigmoid, sum_of_products
+from deltafin.cpu_kernels.mathematics import exp, sigmoids, sum_of_products
 from deltafin.cpu_kernels.stored import ROWS, Stored, as_array, as_tensor, few
 from deltafin.ops import reference
 
@@ -78,8 +78,7 @@ def choose(logits, bias, renormalize, scale, ids, weights):
     """The experts of each row by their logits: ids, increasing, and weights."""
     score = np.empty(logits.shape[1], np.float32)
     for n in range(len(logits)):
-        for x in range(len(score)):
-            score[x] = sigmoid(logits[n, x])
+        sigmoids(logits[n], score)
         taken = np.zeros(len(score), np.bool_)
         for _ in range(ids.shape[1]):
             best, top = -1, np.float32(0)

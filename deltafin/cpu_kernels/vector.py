@@ -64,7 +64,14 @@ def call(b: ir.IRBuilder, name: str, result: ir.Type, *arguments: ir.Value) -> i
 
 def fma(b: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
     """``x * y + z``, fused where the CPU can."""
-    return call(b, f"llvm.fmuladd.v{x.type.count}f32", x.type, x, y, z)
+    many = f"v{x.type.count}" if isinstance(x.type, ir.VectorType) else ""
+    return call(b, f"llvm.fmuladd.{many}f32", x.type, x, y, z)
+
+
+def spread(b: ir.IRBuilder, number: ir.Value) -> ir.Value:
+    """A float32 in sixteen lanes."""
+    one = b.insert_element(ir.Constant(F32x16, ir.Undefined), number, const(I32, 0))
+    return b.shuffle_vector(one, one, const(I32x16, 0))
 
 
 AHEAD = 4096
@@ -176,37 +183,87 @@ def _dot(kind: str):
 dot_f32, dot_bf16 = _dot("f32"), _dot("bf16")
 
 
-@intrinsic
-def delta_row(context, row, decay, k, decayed_k, decayed_q, beta, v, qk, n):
-    """Advance one row of a delta-rule state, in place, by one token; return its output. n a multiple of 16.
+def _delta_rows(rows: int):
+    """Advance ``rows`` rows of a delta-rule state, in place, by one token; n a multiple of 16.
 
-    ``p = row . decayed_k``, ``d = beta (v - p)``, ``row = decay * row + k * d``; the output is, of the row as it was,
-    ``row . decayed_q + qk d``.
+    Of each row, ``p = row . decayed_k``, ``d = beta (v - p)``, ``row = decay * row + k * d``; the output is, of the row
+    as it was, ``row . decayed_q + qk d``. ``v`` and ``out`` [rows]. Two rows share the loads of what they meet; with
+    four a CPU has more streams of memory under way than it keeps apart.
+    """
+
+    @intrinsic
+    def delta_rows(context, row, decay, k, decayed_k, decayed_q, beta, v, qk, out, n):
+        def code(context, b, signature, arguments):
+            row, decay, k, decayed_k, decayed_q, beta, v, qk, out, n = arguments
+            times, every = b.lshr(n, const(I64, 4)), [row]
+            for _ in range(rows - 1):
+                every.append(b.add(every[-1], b.shl(n, const(I64, 2))))
+
+            def products(i, acc):
+                at = b.shl(i, const(I64, 6))
+                sides, new = [load(b, b.add(side, at), F32x16) for side in (decayed_k, decayed_q)], []
+                for r, own in enumerate(every):
+                    fetch(b, b.add(own, b.add(at, const(I64, AHEAD))))
+                    own = load(b, b.add(own, at), F32x16)
+                    new += [fma(b, own, side, a) for side, a in zip(sides, acc[2 * r : 2 * r + 2], strict=True)]
+                return new
+
+            sums = [total(b, s) for s in repeat(b, times, 1, [const(F32x16, 0.0)] * (2 * rows), products)]
+            many = []
+            for r in range(rows):
+                p, o = sums[2 * r : 2 * r + 2]
+                d = b.fmul(beta, b.fsub(load(b, b.add(v, const(I64, 4 * r)), F32), p))
+                store(b, b.fadd(o, b.fmul(qk, d)), b.add(out, const(I64, 4 * r)))
+                many.append(spread(b, d))
+            with cgutils.for_range(b, times) as loop:
+                at = b.shl(loop.index, const(I64, 6))
+                keep, key = (load(b, b.add(side, at), F32x16) for side in (decay, k))
+                for own, d in zip(every, many, strict=True):
+                    place = b.add(own, at)
+                    store(b, fma(b, key, d, b.fmul(keep, load(b, place, F32x16))), place)
+            return context.get_dummy_value()
+
+        a, f = types.int64, types.float32
+        return types.void(a, a, a, a, a, f, a, f, a, a), code
+
+    return delta_rows
+
+
+ROWS = 2
+"""Rows of a state that are advanced at a time."""
+
+delta_rows, delta_row = _delta_rows(ROWS), _delta_rows(1)
+
+
+@intrinsic
+def convolve(context, x, taps, tail, stride, before, y, n):
+    """One token's convolution with the ``before`` inputs before it, oldest first in ``tail``, which moves on.
+
+    Rows of ``taps`` [before + 1] and ``tail`` [before] are ``stride`` bytes apart; n channels, a multiple of 16.
     """
 
     def code(context, b, signature, arguments):
-        row, decay, k, decayed_k, decayed_q, beta, v, qk, n = arguments
-        times = b.lshr(n, const(I64, 4))
-
-        def products(i, acc):
-            at = b.shl(i, const(I64, 6))
-            fetch(b, b.add(row, b.add(at, const(I64, AHEAD))))
-            own = load(b, b.add(row, at), F32x16)
-            sides = (decayed_k, decayed_q)
-            return [fma(b, own, load(b, b.add(o, at), F32x16), a) for o, a in zip(sides, acc, strict=True)]
-
-        p, o = (total(b, s) for s in repeat(b, times, 1, [const(F32x16, 0.0)] * 2, products))
-        d = b.fmul(beta, b.fsub(v, p))
-        many = b.insert_element(ir.Constant(F32x16, ir.Undefined), d, const(I32, 0))
-        many = b.shuffle_vector(many, many, const(I32x16, 0))
-        with cgutils.for_range(b, times) as loop:
+        x, taps, tail, stride, before, y, n = arguments
+        one = const(I64, 1)
+        with cgutils.for_range(b, b.lshr(n, const(I64, 4))) as loop:
             at = b.shl(loop.index, const(I64, 6))
-            own, keep, key = (load(b, b.add(o, at), F32x16) for o in (row, decay, k))
-            store(b, fma(b, key, many, b.fmul(keep, own)), b.add(row, at))
-        return b.fadd(o, b.fmul(qk, d))
+            tap, old, now = b.add(taps, at), b.add(tail, at), load(b, b.add(x, at), F32x16)
+            newest = load(b, b.add(tap, b.mul(stride, before)), F32x16)
+            acc = cgutils.alloca_once(b, F32x16)
+            b.store(b.fmul(now, newest), acc)
+            with cgutils.for_range(b, before) as row:
+                place = b.add(old, b.mul(stride, row.index))
+                own, weight = load(b, place, F32x16), load(b, b.add(tap, b.mul(stride, row.index)), F32x16)
+                b.store(fma(b, own, weight, b.load(acc)), acc)
+                with b.if_then(b.icmp_signed(">", row.index, const(I64, 0))):
+                    store(b, own, b.sub(place, stride))
+            with b.if_then(b.icmp_signed(">", before, const(I64, 0))):
+                store(b, now, b.add(old, b.mul(stride, b.sub(before, one))))
+            store(b, b.load(acc), b.add(y, at))
+        return context.get_dummy_value()
 
-    address, number = types.int64, types.float32
-    return number(address, address, address, address, address, number, number, number, address), code
+    a = types.int64
+    return types.void(a, a, a, a, a, a, a), code
 
 
 @intrinsic
@@ -255,8 +312,7 @@ def _axpy(kind: str):
     def axpy(context, a, w, y, k):
         def code(context, b, signature, arguments):
             a, w, y, k = arguments
-            many = b.insert_element(ir.Constant(F32x16, ir.Undefined), a, const(I32, 0))
-            many = b.shuffle_vector(many, many, const(I32x16, 0))
+            many = spread(b, a)
             with cgutils.for_range(b, b.lshr(k, const(I64, 4))) as loop:
                 at = b.add(y, b.shl(loop.index, const(I64, 6)))
                 store(b, fma(b, widened(b, kind, w, loop.index), many, load(b, at, F32x16)), at)
@@ -365,8 +421,7 @@ def _pair_digits(b: ir.IRBuilder, codes: list[ir.Value], sides: list[ir.Value], 
 
 def _whole_numbers(b: ir.IRBuilder, x: ir.Value, per: ir.Value) -> ir.Value:
     """``x * per`` of 16 columns, rounded to the nearest int32."""
-    many = b.insert_element(ir.Constant(F32x16, ir.Undefined), per, const(I32, 0))
-    t = b.fmul(load(b, x, F32x16), b.shuffle_vector(many, many, const(I32x16, 0)))
+    t = b.fmul(load(b, x, F32x16), spread(b, per))
     half = b.select(b.fcmp_ordered(">=", t, const(F32x16, 0.0)), const(F32x16, 0.5), const(F32x16, -0.5))
     return b.fptosi(b.fadd(t, half), I32x16)
 
@@ -637,8 +692,7 @@ def _weighted(kind: str):
                     new = []
                     for h in range(HEADS):
                         at = b.add(b.add(p, b.mul(p_stride, const(I64, h))), b.shl(s, const(I64, 2)))
-                        many = b.insert_element(ir.Constant(F32x16, ir.Undefined), load(b, at, F32), const(I32, 0))
-                        new.append(fma(b, b.shuffle_vector(many, many, const(I32x16, 0)), row, acc[h]))
+                        new.append(fma(b, spread(b, load(b, at, F32)), row, acc[h]))
                     return new
 
                 start = [const(F32x16, 0.0)] * HEADS
