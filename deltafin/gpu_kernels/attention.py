@@ -398,7 +398,8 @@ def _hopper(kind: torch.dtype, latent_BSR: Tensor, shared_BSJ: Tensor) -> Module
     device, widths = latent_BSR.device, (latent_BSR.shape[2], shared_BSJ.shape[2])
     if kind != torch.bfloat16 or device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return None
-    aligned = all(x.data_ptr() % 16 == x.stride(0) % 8 == x.stride(1) % 8 == 0 for x in (latent_BSR, shared_BSJ))
+    caches = latent_BSR, shared_BSJ
+    aligned = all(x.data_ptr() % 16 == x.stride(1) % 8 == x.stride(0) % x.stride(1) == 0 for x in caches)
     try:
         from deltafin.gpu_kernels import hopper
     except ImportError:  # Gluon is younger than Triton
@@ -459,14 +460,18 @@ def attend_few(
         COMMON=_padded(common),
         RANKS=min(64, ranks),
     )
-    cache = (latent_BSR, shared_BSJ, length, parts, tops, masses)
-    strides = (latent_BSR.stride(0), latent_BSR.stride(1), shared_BSJ.stride(0), shared_BSJ.stride(1))
     if hopper:
+        caches = hopper.described(latent_BSR), hopper.described(shared_BSJ)
+        steps = (x.stride(0) // x.stride(1) for x in (latent_BSR, shared_BSJ))
         how = {"GROUP": sizes["GROUP"], "SPLITS": sizes["SPLITS"], "num_warps": hopper.WARPS}
-        hopper.attend[programs, splits, rows](query, *cache, *strides, splits, tokens, heads, **how)
+        hopper.attend[programs, splits, rows](
+            *(query, *caches, length, parts, tops, masses, *steps, splits, tokens, heads), **how
+        )
     else:
         _attend[programs, splits, rows](
-            *(query, *cache, *strides, splits, tokens, heads, rank, common),
+            *(query, latent_BSR, shared_BSJ, length, parts, tops, masses),
+            *(latent_BSR.stride(0), latent_BSR.stride(1), shared_BSJ.stride(0), shared_BSJ.stride(1)),
+            *(splits, tokens, heads, rank, common),
             RANK=ranks,
             COMMON=_padded(common),
             PRECISION=_precision(device),
