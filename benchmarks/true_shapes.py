@@ -22,6 +22,7 @@ from torch import Tensor
 from deltafin import bench, machine, ops
 from deltafin.captured import graphs_for
 from deltafin.config import KDA, MLA, MLP, AttentionResidual, Layer, ModelConfig, MoE, SiLU, SiTU
+from deltafin.executor import settle
 from deltafin.experts import MappedExperts, SplitExperts, StackedExperts
 from deltafin.measure import bandwidth
 from deltafin.model.decoder import Block, Decoder, Part, parts
@@ -346,6 +347,8 @@ def main() -> None:
             print(f"{threads} processor threads read {speeds[CPU.type] / 1e9:.0f} GB/s", flush=True)
         tables = {GPU: table, CPU: cpu}
         decoder = random_decoder(CYCLE, "bf16", torch.bfloat16, tables[mixer], tables[rest], held)
+        if elsewhere := settle(decoder):
+            print(f"experts that are not on the GPU: {elsewhere}")
         report(f"K3's cycle, bf16, MXFP4, {name}", decoder, speeds, context, prompt)
         del decoder
         torch.cuda.empty_cache()

@@ -16,7 +16,7 @@ from deltafin import demand, heat, library, machine, ops, placement
 from deltafin.chat import ChatFormat, chat_format
 from deltafin.config import KDA, ModelConfig, MoE
 from deltafin.errors import ChatError, UsageError
-from deltafin.executor import PACKED, assemble
+from deltafin.executor import PACKED, assemble, settle
 from deltafin.gpu import Placed
 from deltafin.gpu import placed as gpu_of
 from deltafin.model.decoder import SLICE, Decoder, forward
@@ -204,6 +204,8 @@ class Model:
         self.decoder: Decoder
         about = {} if there is None else {"homes": there.homes, "head": there.head, "policy": there.policy}
         self.decoder, self._saved = assemble(store, table, dtype, resident, experts, progress, tiers, **about)
+        self.elsewhere = settle(self.decoder)
+        """How a few rows meet experts that are not on the GPU, for people; "" where there are none."""
         chosen = {"resident": resident, "experts": experts}
         self._packed = {what: chosen[what] for what in self._saved}
         self._watch: Watch | None = None
@@ -253,7 +255,7 @@ class Model:
             about["expert bytes"] = totals["expert bytes"] - self._saved["experts"]
             about["expert weights"] = self._held("experts", set[str]().union(*self._store.expert_formats.values()))
         if self.placed is not None:
-            about |= self.placed.info()
+            about |= self.placed.info() | ({"other experts": self.elsewhere} if self.elsewhere else {})
         if self._tiers is not None:
             about |= self._tiers.info()
         return about | {

@@ -56,6 +56,7 @@ class Measurable(Protocol):
 
     name: str
     placed: Placed | None
+    elsewhere: str
 
     @property
     def decoder(self) -> Decoder:
@@ -98,7 +99,8 @@ class Family:
 class Report:
     """A model on this machine: which operations ran, on how many threads, how fast these can read memory.
 
-    ``place`` is where it ran (see ``placement.PLACES``), ``gpu_gbs`` the GPU's bandwidth where it has a part.
+    ``place`` is where it ran (see ``placement.PLACES``), ``gpu_gbs`` the GPU's bandwidth where it has a part, and
+    ``elsewhere`` how experts that are not there are computed (``Model.elsewhere``).
     """
 
     model: str
@@ -109,6 +111,7 @@ class Report:
     place: str = "cpu"
     gpu_gbs: float = 0.0
     parts: Sequence[Family] = ()
+    elsewhere: str = ""
 
 
 @dataclass(frozen=True)
@@ -188,7 +191,8 @@ def measure(model: Measurable, contexts: Sequence[int] | None = None, progress: 
     if model.placed is None:
         return Report(model.name, backends, threads, read_gbs, rows, parts=families)
     there = model.placed.placement
-    return Report(model.name, backends, threads, read_gbs, rows, there.place, there.machine.gpu_gbs, families)
+    about = there.place, there.machine.gpu_gbs, families, model.elsewhere
+    return Report(model.name, backends, threads, read_gbs, rows, *about)
 
 
 def _predicted(model: Measurable, read_gbs: float, context: int, moved: int) -> float:

@@ -1,4 +1,4 @@
-"""Decoding as one captured CUDA graph, where all of a token runs on one GPU.
+"""Decoding as one captured CUDA graph, where all of a token runs on a GPU; on several, one graph each.
 
 A graph repeats the launches of one step on the same memory. What changes from token to token stands in that memory:
 the embedded token, and how many positions there are. A graph belongs to the memory of the state that it advances, so
@@ -6,6 +6,8 @@ a session that goes back, is forked, or whose caches have grown gets another one
 """
 
 from collections.abc import Sequence
+from itertools import groupby
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -13,8 +15,9 @@ from torch import Tensor
 from deltafin.config import MoE
 from deltafin.experts import StackedExperts
 from deltafin.model import mla
-from deltafin.model.decoder import Block, Decoder, State, embedded, predict
+from deltafin.model.decoder import Block, Decoder, State, Stream, advance, embedded, logits
 from deltafin.model.decoder import forward as plain
+from deltafin.transfer import count, on
 
 KEPT = 4
 """Graphs that are kept: those of the states that were advanced last."""
@@ -36,10 +39,10 @@ class Graphs:
 
 
 def graphs_for(blocks: Sequence[Block], head: torch.device) -> Graphs | None:
-    """Return room for the graphs of a decoder; None where not all of a token runs on one GPU."""
-    tables = {ops.device for block in blocks for ops in block.tables} | {head}
+    """Return room for the graphs of a decoder; None where not all of a token runs on GPUs."""
+    devices = [head, *(ops.device for block in blocks for ops in block.tables)]
     stacked = all(isinstance(b.ffn.experts, StackedExperts) for b in blocks if isinstance(b.layer.ffn, MoE))
-    return Graphs() if tables == {head} and head.type == "cuda" and stacked else None
+    return Graphs() if stacked and all(device.type == "cuda" for device in devices) else None
 
 
 def forward(m: Decoder, state: list[State], tokens_BT: Tensor, last: int = 1) -> Tensor:
@@ -52,48 +55,75 @@ def forward(m: Decoder, state: list[State], tokens_BT: Tensor, last: int = 1) ->
     return m.graphs.step(m, state)(m, state, embedded(m, tokens_BT))
 
 
+class Leg(NamedTuple):
+    """What one GPU has of a step; where it leaves the stream, and where the next GPU takes it up, if there is one."""
+
+    graph: torch.cuda.CUDAGraph
+    left: Tensor
+    taken: Tensor
+
+
 class Step:
     """One step of a decoder on the memory of one state: run as it is the first time, then captured.
 
-    A graph also fetches its inputs from, and brings the logits to, memory of the processor that a GPU can reach.
+    The graphs also fetch their inputs from, and bring the logits to, memory of the processor that GPUs can reach.
+    Between two graphs the stream is copied from one GPU to the next.
     """
 
     def __init__(self, m: Decoder) -> None:
-        there, width = m.ops.device, m.config.width
-        self.x_here = torch.empty(1, 1, width, dtype=m.dtype, pin_memory=True)
-        self.position_here = torch.empty(1, dtype=torch.int32, pin_memory=True)
+        self.devices = [*(block.ops.device for block in m.blocks), m.ops.device]
+        self.x_here = torch.empty(1, 1, m.config.width, dtype=m.dtype, pin_memory=True)
+        self.length_here = torch.empty(1, dtype=torch.int32, pin_memory=True)
         self.logits_here = torch.empty(1, 1, m.config.vocab, pin_memory=True)
-        self.x, self.position = (torch.empty_like(t, device=there) for t in (self.x_here, self.position_here))
-        self.graph: torch.cuda.CUDAGraph | None = None
+        self.x = torch.empty_like(self.x_here, device=self.devices[0])
+        self.lengths = {device: torch.empty_like(self.length_here, device=device) for device in set(self.devices)}
+        self.legs: list[Leg] = []
         self.used = False
 
     def __call__(self, m: Decoder, state: list[State], x_BTD: Tensor) -> Tensor:
         """Advance ``state`` by one embedded token; return the logits [1, 1, Z]."""
         length = state[0].length + 1
         self.x_here.copy_(x_BTD)
-        self.position_here.fill_(length)
-        if self.used and self.graph is None:
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
-                self._run(m, state)
-        if self.graph is None:  # compiles what was never compiled, which cannot be captured
-            self._run(m, state)
-        else:
-            self.graph.replay()
+        self.length_here.fill_(length)
+        if self.used and not self.legs:
+            self.legs = self._run(m, state, capture=True)
+        if not self.used:  # compiles what was never compiled, which cannot be captured
+            self._run(m, state, capture=False)
+        for leg in self.legs:
+            leg.graph.replay()
+            if leg.taken is not leg.left:
+                count(leg.left)
+                leg.taken.copy_(leg.left, non_blocking=True)
         self.used = True
         for s in state:
             s.length = length
         torch.cuda.current_stream(m.ops.device).synchronize()
         return self.logits_here.clone()
 
-    def _run(self, m: Decoder, state: list[State]) -> None:
-        caches = [s for s in state if isinstance(s, mla.State)]
-        self.x.copy_(self.x_here, non_blocking=True)
-        self.position.copy_(self.position_here, non_blocking=True)
+    def _run(self, m: Decoder, state: list[State], capture: bool) -> list[Leg]:
+        """Run the step, GPU by GPU; or capture what would, and return it."""
+        tables = [*(block.ops for block in m.blocks), m.ops]
+        legs, layers, stream = list[Leg](), advance(m, state, self.x), cast(Stream, None)
+        for s, device in zip(state, self.devices, strict=False):
+            if isinstance(s, mla.State):
+                s.position = self.lengths[device]
         try:
-            for s in caches:
-                s.position = self.position
-            self.logits_here.copy_(predict(m, state, self.x), non_blocking=True)
+            for device, units in groupby(range(len(self.devices)), self.devices.__getitem__):
+                graph, following = torch.cuda.CUDAGraph(), m.ops
+                with torch.cuda.graph(graph, stream=torch.cuda.Stream(device)) if capture else on(device):
+                    self.lengths[device].copy_(self.length_here, non_blocking=True)
+                    for i in units:
+                        if i == 0:
+                            self.x.copy_(self.x_here, non_blocking=True)
+                        if i < len(state):
+                            stream, following = next(layers), tables[i + 1]
+                        else:
+                            self.logits_here.copy_(logits(m, stream), non_blocking=True)
+                left = stream.sums
+                stream.to(following)
+                legs.append(Leg(graph, left, stream.sums))
         finally:
-            for s in caches:
-                s.position = None
+            for s in state:
+                if isinstance(s, mla.State):
+                    s.position = None
+        return legs

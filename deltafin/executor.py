@@ -120,6 +120,31 @@ def homes(
     return found, gpus[devices[-1]] if p.tier(len(found)) == GPU else cpu
 
 
+def settle(decoder: Decoder) -> str:
+    """Decide whether experts that are not on the GPU are sent there for a few rows; say so, or "" where there are none.
+
+    What a token's experts of one layer take is measured both ways, and decides for all layers as long as the model is
+    open: sums on the two sides differ in their last bits. Experts in slots, which count their use, are never sent.
+    """
+    layers = [(b, getattr(b.ffn, "experts", None)) for b in decoder.blocks if b.ahead is None]
+    found = [(block, experts) for block, experts in layers if isinstance(experts, SplitExperts)]
+    for block, experts in found[:1]:
+        kind: Any = block.layer.ffn
+        held, away = (((experts.slot >= 0) == there).nonzero().flatten() for there in (True, False))
+        few = min(len(away), max(1, round(kind.chosen * len(away) / kind.experts), kind.chosen - len(held)))
+        ids = torch.cat([away[:few], held[: kind.chosen - few]]).sort().values
+        width = decoder.config.width if kind.latent is None else kind.latent
+        with torch.inference_mode(), on(block.ops.device):
+            x_NM = torch.ones(1, width, dtype=decoder.dtype, device=block.ops.device)
+            here, sent = experts.seconds(x_NM, ids[None].to(x_NM.device), kind.activation, block.ops)
+        for _, other in found:
+            other.sends = sent < here
+        side, other = ("sent to the GPU", "where they are") if sent < here else ("where they are", "if they were sent")
+        least, most = sorted((here, sent))
+        return f"{side}: {1000 * least:.2f} ms a layer, {1000 * most:.2f} ms {other}"
+    return ""
+
+
 def _where(part: Part, store: Snapshot | Store) -> str:
     return "the head" if part.layer is None else f"layer {part.layer + 1} of {len(store.config.layers)}"
 

@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
+from statistics import median
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -70,9 +72,10 @@ class StackedExperts:
 class SplitExperts:
     """Some experts of a layer side by side on a GPU; the others where ``rest`` has them, for the processor.
 
-    For a few rows each side computes its own, at the same time. For many, the others' weights are sent over, each
-    once. ``held`` are the experts that ``stack`` has, in its order, of ``count``; ``ops`` are the processor's. What is
-    used is noted in ``policy``, under the number of the ``layer``.
+    For a few rows each side computes its own, at the same time; or, where ``sends`` is set, the others' weights are
+    sent over, row by row, so that a row keeps the bits that it has alone. For many rows they are sent over, each once.
+    ``held`` are the experts that ``stack`` has, in its order, of ``count``; ``ops`` are the processor's. What is used
+    is noted in ``policy``, under the number of the ``layer``.
     """
 
     def __init__(
@@ -86,32 +89,61 @@ class SplitExperts:
         layer: int,
     ) -> None:
         self.stack, self.rest, self.ops, self.policy, self.layer = stack, rest, ops, policy, layer
+        self.sends = False
         self.slot = torch.full((count,), -1)
         self.slot[list(held)] = torch.arange(len(held))
         self._slot_there = self.slot.to(_device(stack))
 
     def __call__(self, x_NM: Tensor, ids_NE: Tensor, weight_NE: Tensor, activation: Activation, ops: Ops) -> Tensor:
         """Return the weighted sum over each row's experts, NM."""
-        here = self.ops.device
-        ids = moved(ids_NE, here)
-        away = self.slot[ids] < 0
-        many = len(ids) > HELD
-        used = ids.unique().tolist()
-        for x in used:
-            self.policy.touch((self.layer, x), many)
-        if many or not bool(away.any()):
-            y = ops.experts(x_NM, self._slot_there[ids_NE], weight_NE, self.stack, activation, torch.float32)
-            if missing := [x for x in used if self.slot[x] < 0]:
-                y = self._sent(y, missing, x_NM, ids_NE, weight_NE, activation, ops)
-            return y.to(x_NM.dtype)
-        x, weights = moved(x_NM, here), moved(weight_NE, here)  # before the GPU has anything else to do
-        y = ops.experts(x_NM, self._slot_there[ids_NE], weight_NE, self.stack, activation, torch.float32)
-        part = torch.zeros_like(x, dtype=torch.float32)
-        for n in range(len(ids)):
-            row, mine = slice(n, n + 1), away[n]
+        ids = moved(ids_NE, self.ops.device)
+        for x in ids.unique().tolist():
+            self.policy.touch((self.layer, x), len(ids) > HELD)
+        return self._sum(x_NM, ids_NE, weight_NE, activation, ops, ids, self.sends).to(x_NM.dtype)
+
+    def seconds(self, x_NM: Tensor, ids_NE: Tensor, activation: Activation, ops: Ops) -> tuple[float, float]:
+        """Return how long a row takes where the others are, and if they are sent: medians, in turn."""
+        ids, weight_NE, taken = moved(ids_NE, self.ops.device), torch.ones_like(ids_NE, dtype=torch.float32), []
+        for sends in (False, True) * 4:
+            began = perf_counter()
+            moved(self._sum(x_NM, ids_NE, weight_NE, activation, ops, ids, sends), self.ops.device)
+            taken.append(perf_counter() - began)
+        return median(taken[2::2]), median(taken[3::2])  # the first of each reads what was never read
+
+    def _sum(
+        self,
+        x_NM: Tensor,
+        ids_NE: Tensor,
+        weight_NE: Tensor,
+        activation: Activation,
+        ops: Ops,
+        ids: Tensor,
+        sends: bool,
+    ) -> Tensor:
+        """Return the sum in float32; ``ids`` are those of ``ids_NE``, here."""
+        here, away, many = self.ops.device, self.slot[ids] < 0, len(ids) > HELD
+
+        def held() -> Tensor:
+            return ops.experts(x_NM, self._slot_there[ids_NE], weight_NE, self.stack, activation, torch.float32)
+
+        if not (sends or many) and bool(away.any()):
+            x, weights = moved(x_NM, here), moved(weight_NE, here)  # before the GPU has anything else to do
+            y = held()
+            return y + moved(self._elsewhere(x, ids, weights, away, activation), y.device)
+        y = held()
+        for part in [slice(None)] if many else [slice(n, n + 1) for n in range(len(ids))]:
+            if missing := ids[part][away[part]].unique().tolist():
+                y[part] = self._sent(y[part], missing, x_NM[part], ids_NE[part], weight_NE[part], activation, ops)
+        return y
+
+    def _elsewhere(self, x_NM: Tensor, ids_NE: Tensor, weight_NE: Tensor, away_NE: Tensor, how: Activation) -> Tensor:
+        """Return what the processor's experts give, row by row."""
+        sums = torch.zeros_like(x_NM, dtype=torch.float32)
+        for n, mine in enumerate(away_NE):
+            row = slice(n, n + 1)
             if bool(mine.any()):
-                part[row] = self.rest(x[row], ids[row, mine], weights[row, mine].contiguous(), activation, self.ops)
-        return (y + moved(part, y.device)).to(x_NM.dtype)
+                sums[row] = self.rest(x_NM[row], ids_NE[row, mine], weight_NE[row, mine].contiguous(), how, self.ops)
+        return sums
 
     def _sent(
         self,
@@ -123,7 +155,7 @@ class SplitExperts:
         activation: Activation,
         ops: Ops,
     ) -> Tensor:
-        """Add what the ``missing`` experts give for many rows, sending some over while others are computed with."""
+        """Add what the ``missing`` experts give, sending some over while others are computed with."""
         there = y.device
 
         def send(_x: Any, _ids: Any, _weights: Any, expert: Callable[[int], Expert], *_: Any) -> Tensor:

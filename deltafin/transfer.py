@@ -13,9 +13,14 @@ def moved(x: Tensor, device: torch.device) -> Tensor:
     """Return ``x`` in the memory of ``device``: itself where it lies there already."""
     if x.device == device:
         return x
+    count(x)
+    return x.to(device)
+
+
+def count(x: Tensor) -> None:
+    """Note that ``x`` crosses."""
     CARRIED["bytes"] += x.nbytes
     CARRIED["transfers"] += 1
-    return x.to(device)
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:

@@ -267,7 +267,7 @@ def test_the_memory_is_measured():
 
 # The command
 
-TOP = ["model", "backend", "threads", "read_gbs", "rows", "place", "gpu_gbs", "parts"]
+TOP = ["model", "backend", "threads", "read_gbs", "rows", "place", "gpu_gbs", "parts", "elsewhere"]
 PART = ["part", "milliseconds", "bytes", "gbs"]
 SPEED = ["context", "prefill_tok_s", "decode_tok_s", "bytes_per_token", "gbs", "share", "predicted_tok_s"]
 KERNEL = ["kernel", "shape", "weights", "rows", "gbs", "limit_gbs", "share"]

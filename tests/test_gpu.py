@@ -204,9 +204,10 @@ PACK = {"bfloat16": torch.Tensor.bfloat16, "int8": pack_int8, "mxfp4": pack_mxfp
     st.sampled_from([1, 3, HELD, HELD + 1, 40]),
     st.sets(st.integers(0, 10), min_size=1),
     st.booleans(),
+    st.booleans(),
     st.integers(0, 9),
 )
-def test_experts_that_are_divided_give_what_they_give_together(form, rows, held, packed, seed):
+def test_experts_that_are_divided_give_what_they_give_together(form, rows, held, packed, sends, seed):
     random = torch.Generator().manual_seed(seed)
 
     def matrix(*shape):
@@ -217,11 +218,42 @@ def test_experts_that_are_divided_give_what_they_give_together(form, rows, held,
     held = sorted(held)
     stack = stacked((every[x] for x in held), len(held), CPU, "here")
     split = SplitExperts(stack, held, 11, rest, REFERENCE, AgedFrequency(), 0)
+    split.sends = sends
     ids = torch.stack([torch.randperm(11, generator=random)[:4].sort().values for _ in range(rows)])
     x, weights = torch.randn(rows, 64, generator=random), torch.rand(rows, 4, generator=random)
     got = split(x, ids, weights, SiLU(), REFERENCE)
     want = REFERENCE.experts(x, ids, weights, every.__getitem__, SiLU())
     assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+    if rows <= HELD:
+        alone = [split(x[n : n + 1], ids[n : n + 1], weights[n : n + 1], SiLU(), REFERENCE) for n in range(rows)]
+        assert (torch.cat(alone) - got).abs().max() <= 1e-6 * want.abs().max()  # torch's products depend on the rows
+
+
+@pytest.mark.parametrize(("there", "sent"), [(0.001, 0.002), (0.002, 0.001)])
+def test_experts_elsewhere_are_sent_where_that_was_measured_to_be_faster(folders, monkeypatch, there, sent):
+    asked = []
+
+    def seconds(self, x_NM, ids_NE, activation, ops):
+        asked.append(self.slot[ids_NE] < 0)
+        return there, sent
+
+    monkeypatch.setattr(SplitExperts, "seconds", seconds)
+    model = deltafin.load(folders["store"], place="gpu", gpu=budget(folders["store"], 5))
+    split = [b.ffn.experts for b in model.decoder.blocks if hasattr(b.ffn, "experts")]
+    assert [experts.sends for experts in split] == [sent < there] * len(split)
+    assert len(asked) == 1  # for all layers at once
+    assert asked[0].sum() == 2  # of 3 that are chosen, as 7 of 12 are elsewhere
+    assert model.elsewhere in model.info()["other experts"]
+    assert model.elsewhere.startswith("sent to the GPU: 1.00 ms" if sent < there else "where they are: 1.00 ms")
+    assert close(logits(model), logits(deltafin.load(folders["store"])))
+
+
+def test_what_experts_take_is_measured_both_ways(folders):
+    model = deltafin.load(folders["store"], place="gpu", gpu=budget(folders["store"], 5))
+    assert " ms a layer, " in model.elsewhere
+    assert not deltafin.load(folders["store"], place="gpu").elsewhere
+    assert not deltafin.load(folders["store"], place="gpu", gpu=budget(folders["store"], 5), ram="2GB").elsewhere
+    assert not model.placed.policy.heat  # it is no use of them
 
 
 def test_experts_of_one_layer_must_be_alike():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from interpreted import DEVICE
 
 from deltafin import verify
-from deltafin.gpu_kernels.attention import append, attend_few, attend_many, attention
+from deltafin.gpu_kernels.attention import _absorbs, append, attend_few, attend_many, attention
 from deltafin.gpu_kernels.small import mix_depth, rms_norm, route
 from deltafin.ops import reference
 from deltafin.quant import MXFP4, Int8, pack_int8, pack_mxfp4
@@ -176,6 +176,27 @@ def test_many_positions_in_blocks(monkeypatch):
     check("attention", attend_many, [q, latent, shared, on(up), 10], 1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_absorbed_form_of_more_tokens(dtype):
+    """More rows are cut into fewer ranges, and mean the same."""
+    latent, shared, up = caches(3, 12, 6, 10, 20, 130, 1, dtype)
+    q, length = normal(4, 1, 20, 3, 18).to(DEVICE, dtype), torch.tensor([130], dtype=torch.int32, device=DEVICE)
+
+    def absorbed(q, latent, shared, up, value):
+        return attend_few(q, latent, shared, length, up, value)
+
+    bound = 1e-4 if dtype == torch.float32 else BFLOAT16["attention"]
+    check("attention", absorbed, [q, latent, shared, on(up), 10], bound)
+
+
+def test_which_form_is_less_work():
+    assert _absorbs(64, 128, 128, 512)
+    assert not _absorbs(65, 128, 128, 512)
+    assert _absorbs(20, 64, 64, 96)  # Nano: at most 191 by operations
+    assert _absorbs(30, 16, 16, 32)
+    assert not _absorbs(32, 16, 16, 32)
+
+
 @FEWER
 @given(st.integers(1, 12), st.integers(1, 300), st.integers(1, 5))
 def test_odd_widths(rows, width, depths):
@@ -237,5 +258,10 @@ def test_shapes_of_kimi_in_bfloat16(heads):
         got = attend_few(q, latent, shared, length, up, 128)
         alone = [attend_few(q[:, t : t + 1], latent, shared, length - 4 + t, up, 128) for t in range(5)]
         assert torch.equal(got, torch.cat(alone, 1))
+        want = reference.attention_expanded(q.float(), latent[:, :seen], shared[:, :seen], up, 128)
+        assert verify.compare((got,), (want,))[1] <= BFLOAT16["attention"]
+    q = normal(5, 2, 40, heads, 192).to(DEVICE, torch.bfloat16)
+    for seen in (40, 65, 1000):
+        got = attention(q, latent[:, :seen], shared[:, :seen], up, 128)
         want = reference.attention_expanded(q.float(), latent[:, :seen], shared[:, :seen], up, 128)
         assert verify.compare((got,), (want,))[1] <= BFLOAT16["attention"]

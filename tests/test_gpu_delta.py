@@ -11,7 +11,7 @@ from interpreted import DEVICE
 from torch import Tensor
 
 from deltafin import verify
-from deltafin.gpu_kernels import delta
+from deltafin.gpu_kernels import delta, prompt
 from deltafin.ops import FEW, DeltaState, DeltaWeights, reference
 
 # The interpreter's numpy warns where a GPU makes an infinity or a NaN.
@@ -139,6 +139,32 @@ def test_wide_heads(channels, dtype):
     for floor in (None, -5.0):
         arguments = in_type(layer(200, batch=2, key=channels, value=channels, floor=floor), dtype)
         assert error(arguments) <= BOUNDS[dtype]
+
+
+@pytest.mark.parametrize("tokens", [9, 64, 150])
+def test_prompts_of_wide_heads_in_two_kernels(tokens, monkeypatch):
+    monkeypatch.setattr(prompt, "SLICE", 128)
+    if DEVICE == "cpu":
+        monkeypatch.setattr(prompt, "serves", lambda *_: True)
+    arguments = in_type(layer(tokens, key_heads=1, key=128, value=128), torch.bfloat16)
+    assert error(arguments) <= BOUNDS[torch.bfloat16]
+
+
+@pytest.mark.parametrize("which", range(6))
+def test_what_is_not_a_number_shows_in_two_kernels(which, monkeypatch):
+    if DEVICE == "cpu":
+        monkeypatch.setattr(prompt, "serves", lambda *_: True)
+    arguments = in_type(layer(9, key_heads=1, key=128, value=128), torch.bfloat16)
+    arguments[which][0, 1, 0] = torch.nan
+    y = delta.delta_net(*moved(arguments, lambda x: x.to(DEVICE)))[0]
+    assert y[1].isnan().all() if which < 5 else y[1, 0].isnan()
+    assert y[-1].isnan().all() or which in (0, 5)
+
+
+def test_decays_out_of_reach_take_other_kernels():
+    inputs = (torch.zeros(1, 9, 128, dtype=torch.bfloat16, device=DEVICE),)
+    *_, w, s, _, _ = layer(9, key_heads=1, key=128, value=128)
+    assert not any(prompt.serves(inputs, w, s, floor) for floor in (None, -5.1, -30.0))
 
 
 def test_a_prompt_of_several_slices(monkeypatch):

@@ -34,6 +34,9 @@ STORE: dict[str, Callable[[Tensor], Weight]] = {
     "MXFP4": pack_mxfp4,
 }
 
+WIDTHS = (32, 128) if DEVICE == "cuda" else (32,)
+"""What the tensor cores take in digits comes in pieces of 128 columns; in the interpreter there is no such form."""
+
 ROWS = {"linear": linear, "linears": linears, "experts": experts, "gated": gated}
 
 
@@ -111,6 +114,39 @@ def test_any_shape_and_type(rows: int, outputs: int, groups: int, kind: str, dty
     assert error("linear", x, weight) <= bound
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device")
+@pytest.mark.parametrize("kind", ["int8", "MXFP4"])
+@pytest.mark.parametrize("columns", [128, 1152, 7168])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_digits_are_as_good_as_float32(kind: str, columns: int, dtype: torch.dtype) -> None:
+    random = torch.Generator().manual_seed(columns)
+    weight = STORE[kind](torch.randn(16 + columns // 29, columns, generator=random))
+    bound = BFLOAT16 if dtype == torch.bfloat16 else verify.BOUNDS["float32"]
+    for scale in (1.0, 1e-38, 1e-43, 1e37, 0.0):
+        for spread in (0.0, 2.0):
+            x = torch.randn(7, columns, generator=random) * torch.exp(
+                spread * torch.randn(7, columns, generator=random)
+            )
+            x = (scale * x / x.abs().max()).to(dtype)
+            got, want = linear(there(x), there(weight)).cpu(), reference.linear(x.double(), weight)
+            close = torch.maximum(bound * want.abs().amax(-1, keepdim=True), torch.tensor(2**-148))
+            assert ((got.double() - want).abs() <= close).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device")
+def test_digits_with_every_scale() -> None:
+    scales = torch.arange(0, 255, dtype=torch.uint8).repeat_interleave(4).view(255, 4)
+    weight = MXFP4(torch.full((255, 64), 0x71, dtype=torch.uint8), scales)
+    for row in (0, 1, 100, 200, 250):
+        x = torch.full((1, 128), 2.0 ** (120 - row)) * torch.rand(1, 128)
+        want = reference.linear(x.double(), weight)
+        got = linear(there(x), there(weight)).cpu().double()
+        fits = (want.abs() < 1e38) & (want.abs() > 1e-37)
+        assert ((got - want).abs() <= 1e-6 * want.abs())[fits].all()
+
+
 def stack(kind: str, count: int, width: int, columns: int, seed: int) -> Stack:
     random = torch.Generator().manual_seed(seed)
     shapes = ((count, width, columns), (count, width, columns), (count, columns, width))
@@ -125,22 +161,24 @@ def choice(rows: int, count: int, chosen: int, seed: int) -> tuple[Tensor, Tenso
 
 @pytest.mark.parametrize("kind", STORE)
 @pytest.mark.parametrize("rows", [2, 18])
-def test_a_stack_and_experts_that_are_elsewhere(kind: str, rows: int) -> None:
-    held = stack(kind, 7, 32, 64, rows)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_stack_and_experts_that_are_elsewhere(kind: str, rows: int, width: int) -> None:
+    held = stack(kind, 7, width, 2 * width, rows)
     ids, weights = choice(rows, 7, 3, rows)
     ids[::2, 0] = -1
     ids[-1] = -1
-    x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(rows))
+    x = torch.randn(rows, 2 * width, generator=torch.Generator().manual_seed(rows))
     for activation in (SiLU(), SiTU()):
         assert error("experts", x, ids, weights, held, activation) <= verify.BOUNDS["float32"]
 
 
 @pytest.mark.parametrize("kind", STORE)
-def test_a_few_rows_have_the_bits_of_one(kind: str) -> None:
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_few_rows_have_the_bits_of_one(kind: str, width: int) -> None:
     random = torch.Generator().manual_seed(5)
-    x = torch.randn(8, 96, generator=random).to(DEVICE)
-    weights = [there(STORE[kind](torch.randn(n, 96, generator=random))) for n in (3, 4)]
-    held = there(stack(kind, 3, 32, 96, 3))
+    x = torch.randn(8, 3 * width, generator=random).to(DEVICE)
+    weights = [there(STORE[kind](torch.randn(n, 3 * width, generator=random))) for n in (3, 4, 19, 50)]
+    held = there(stack(kind, 3, width, 3 * width, 3))
     ids, shares = map(there, choice(8, 3, 2, 1))
 
     def every(part: slice) -> tuple[Tensor, ...]:
@@ -171,9 +209,10 @@ def test_as_a_large_weight_is_shared_out(kind: str, monkeypatch: pytest.MonkeyPa
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device")
 @pytest.mark.parametrize("kind", STORE)
-def test_a_few_rows_can_be_captured(kind: str) -> None:
-    held, (ids, shares) = there(stack(kind, 6, 32, 96, 3)), map(there, choice(2, 6, 3, 1))
-    x = torch.randn(2, 96, device=DEVICE)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_few_rows_can_be_captured(kind: str, width: int) -> None:
+    held, (ids, shares) = there(stack(kind, 6, width, 3 * width, 3)), map(there, choice(2, 6, 3, 1))
+    x = torch.randn(2, 3 * width, device=DEVICE)
 
     def every() -> tuple[Tensor, ...]:
         y = experts(x, ids, shares, held, SiTU())
@@ -197,10 +236,11 @@ def test_a_few_rows_can_be_captured(kind: str) -> None:
 @pytest.mark.parametrize("kind", STORE)
 @pytest.mark.parametrize("rows", [2, 18])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_what_is_not_finite_is_so_in_the_reference(kind: str, rows: int, bad: float) -> None:
-    x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(1))
+@pytest.mark.parametrize("width", WIDTHS)
+def test_what_is_not_finite_is_so_in_the_reference(kind: str, rows: int, bad: float, width: int) -> None:
+    x = torch.randn(rows, 2 * width, generator=torch.Generator().manual_seed(1))
     x[1, 37] = bad
-    held = stack(kind, 3, 32, 64, 4)
+    held = stack(kind, 3, width, 2 * width, 4)
     ids, shares = choice(rows, 3, 2, 1)
     for op, arguments in {
         "linear": (x, held(1).gate),

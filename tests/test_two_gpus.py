@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_gpu_model import captured_as_plain
 
 import deltafin
 from deltafin import Sampler, Session, gpu, library, machine, measure, verify
@@ -83,6 +84,13 @@ def test_experts_in_ram_beside_two_gpus(folder):
     assert set(devices(two)) == {0, 1}
     assert any(isinstance(getattr(block.ffn, "experts", None), SplitExperts) for block in two.decoder.blocks)
     assert close(logits(two), logits(one))
+
+
+def test_captured_steps_over_two_gpus_are_the_same_bits(folder, monkeypatch):
+    two = deltafin.load(folder, place="gpu", gpu=halves(folder, "gpu")).decoder
+    assert two.graphs is not None
+    captured_as_plain(two, monkeypatch)
+    assert all(len(step.legs) == 2 for step in two.graphs.steps.values() if step.used and step.legs)
 
 
 def test_sessions_in_turns_say_what_they_say_alone(folder):

@@ -21,6 +21,8 @@ def speed_table(report: "Report") -> str:
     head = f"{report.model}, {report.backend}, {threads}, memory {report.read_gbs:.1f} GB/s"
     if report.place != "cpu":
         head += f", --place {report.place}, GPU memory {report.gpu_gbs:,.0f} GB/s"
+    if report.elsewhere:
+        head += f"\nexperts that are not on the GPU: {report.elsewhere}"
     header = ("context", "prefill tok/s", "decode tok/s", "predicted", "share", "MB/token", "GB/s")
     cells = [
         (

@@ -2,9 +2,10 @@
 
 A few tokens attend in absorbed form, in three launches: queries move into the latent space; programs each take some
 heads and a range of positions, and read the cache as it is, a tile serving as keys and as values; the ranges are
-merged and the values' projection comes last. Where a row's ranges begin depends on its own number of positions
-alone, so neither other rows nor the capacity of the buffers change a bit. Many tokens attend to keys and values that
-are made for a block of positions at a time, unless absorbed is less work.
+merged and the values' projection comes last, both for a piece of a latent's channels at a time: the last to be done
+adds the pieces up, in their order. Where a row's ranges begin depends on its own number of positions alone, so neither
+other rows nor the capacity of the buffers change a bit. Many tokens attend to keys and values that are made for a
+block of positions at a time, unless absorbed is less work.
 """
 
 from types import ModuleType
@@ -18,6 +19,10 @@ from triton.language import constexpr
 from deltafin.ops import FEW, has_halves, reference
 from deltafin.quant import MXFP4, Int8
 from deltafin.weights import Weight
+
+ABSORBED = 64
+"""Tokens that attend in absorbed form, at most, where ``hopper`` does it. Each has programs of its own: at 131,072
+positions 64 take 3.8 ms so and 11.6 ms in expanded form, at 8,192 0.66 and 0.78 (96 heads, one H200)."""
 
 POSITIONS = 2048
 """Positions whose keys and values are made at a time for many tokens: 100 MB of them for 96 heads in bfloat16."""
@@ -48,6 +53,7 @@ def _absorb(
     up,
     scales,
     out,
+    arrived,
     rows,
     heads,
     plain,
@@ -63,16 +69,20 @@ def _absorb(
     """Move a head's queries of all rows into the latent space: RANKS of its channels, and once the common part."""
     h = tl.program_id(0)
     p, r = tl.arange(0, PLAIN), tl.program_id(1) * RANKS + tl.arange(0, RANKS)
+    query += h.to(tl.int64) * (plain + common)
+    own = tl.load(query + p, p < plain, 0)  # the next row's is on its way while one is multiplied
     mask = (p < plain)[:, None] & (r < rank)[None, :]
     key_up = stored(up, scales, h * (plain + value) + tl.minimum(p, plain - 1), r, rank, mask, KIND)
     j = tl.arange(0, COMMON)
     for n in range(rows):
-        q = query + (n * heads + h).to(tl.int64) * (plain + common)
+        q = query + (n * heads).to(tl.int64) * (plain + common)
+        later = tl.load(q + heads * (plain + common) + p, (p < plain) & (n + 1 < rows), 0)
         place = out + (n * heads + h).to(tl.int64) * (rank + common)
-        own = tl.load(q + p, p < plain, 0).to(tl.float32) * factor
-        tl.store(place + r, tl.sum(own[:, None] * key_up, 0), r < rank)
+        tl.store(place + r, tl.sum((own.to(tl.float32) * factor)[:, None] * key_up, 0), r < rank)
         if tl.program_id(1) == 0:
             tl.store(place + rank + j, tl.load(q + plain + j, j < common, 0).to(tl.float32) * factor, j < common)
+            tl.store(arrived + n * heads + h, 0)
+        own = later
 
 
 @triton.jit
@@ -169,6 +179,8 @@ def _finish(
     up,
     scales,
     gate,
+    sums,
+    arrived,
     out,
     room,
     tokens,
@@ -177,41 +189,40 @@ def _finish(
     value,
     rank,
     KIND: constexpr,
-    RANK: constexpr,
-    VALUES: constexpr,
+    RANKS: constexpr,
+    VALUE: constexpr,
+    PIECES: constexpr,
     TILE: constexpr,
     SPLITS: constexpr,
     GATED: constexpr,
 ):
-    """Merge a head's ranges and make VALUES of its values, with the output gate if there is one."""
-    h, n = tl.program_id(0), tl.program_id(1)
-    r = tl.arange(0, RANK)
+    """Merge RANKS channels of a head's ranges and make what they add to its values; the last to arrive adds it up.
+
+    ``sums`` [rows, heads, PIECES, VALUE] is for what each adds, ``arrived`` [rows, heads] says how many have.
+    """
+    h, n, piece = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    r, v = piece * RANKS + tl.arange(0, RANKS), tl.arange(0, VALUE)
     seen, size = _range(length, n, tokens, TILE, SPLITS)
-    used = tl.cdiv(seen, size)
-    at = tl.arange(0, 16)
-    place = n.to(tl.int64) * room * heads + h
-    every = tl.arange(0, SPLITS)
-    top = tl.load(tops + place + every * heads, every < used, -float("inf"))
-    highest = tl.max(top, 0)
-    mass = tl.sum(tl.load(masses + place + every * heads, every < used, 0) * tl.exp2(top - highest), 0)
-    total = tl.zeros([RANK], tl.float32)
-    for start in range(0, used, 16):
-        s = start + at
-        share = tl.exp2(tl.load(tops + place + s * heads, s < used, -float("inf")) - highest)
-        part = place + s.to(tl.int64) * heads
-        total += tl.sum(
-            tl.load(parts + part[:, None] * rank + r[None, :], (s < used)[:, None] & (r < rank)[None, :], 0)
-            * share[:, None],
-            0,
-        )
-    total /= mass
-    v = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
+    s = tl.arange(0, SPLITS)
+    used = s < tl.cdiv(seen, size)
+    place = (n.to(tl.int64) * room + s) * heads + h
+    top = tl.load(tops + place, used, -float("inf"))
+    part = tl.load(parts + place[:, None] * rank + r[None, :], used[:, None] & (r < rank)[None, :], 0)
+    mass = tl.load(masses + place, used, 0)
     row = h * (plain + value) + plain + tl.minimum(v, value - 1)
-    y = tl.sum(stored(up, scales, row, r, rank, (v < value)[:, None] & (r < rank)[None, :], KIND) * total[None, :], 1)
-    place = (n * heads + h).to(tl.int64) * value + v
-    if GATED:
-        y *= tl.sigmoid(tl.load(gate + place, v < value, 0).to(tl.float32))
-    tl.store(out + place, y, v < value)
+    value_up = stored(up, scales, row, r, rank, (v < value)[:, None] & (r < rank)[None, :], KIND)
+    share = tl.exp2(top - tl.max(top, 0))
+    total = tl.sum(part * share[:, None], 0) / tl.sum(mass * share, 0)
+    place = n.to(tl.int64) * heads + h
+    sums += place * PIECES * VALUE
+    tl.store(sums + piece * VALUE + v, tl.sum(value_up * total[None, :], 1))
+    tl.debug_barrier()
+    if tl.atomic_add(arrived + place, 1) == PIECES - 1:
+        each = tl.arange(0, PIECES)[:, None] * VALUE + v[None, :]
+        y = tl.sum(tl.load(sums + each, cache_modifier=".cg"), 0)
+        if GATED:
+            y *= tl.sigmoid(tl.load(gate + place * value + v, v < value, 0).to(tl.float32))
+        tl.store(out + place * value + v, y, v < value)
 
 
 @triton.jit
@@ -398,7 +409,8 @@ def _hopper(kind: torch.dtype, latent_BSR: Tensor, shared_BSJ: Tensor) -> Module
     device, widths = latent_BSR.device, (latent_BSR.shape[2], shared_BSJ.shape[2])
     if kind != torch.bfloat16 or device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return None
-    aligned = all(x.data_ptr() % 16 == x.stride(0) % 8 == x.stride(1) % 8 == 0 for x in (latent_BSR, shared_BSJ))
+    caches = latent_BSR, shared_BSJ
+    aligned = all(x.data_ptr() % 16 == x.stride(1) % 8 == x.stride(0) % x.stride(1) == 0 for x in caches)
     try:
         from deltafin.gpu_kernels import hopper
     except ImportError:  # Gluon is younger than Triton
@@ -444,41 +456,52 @@ def attend_few(
     kind, ranks = _kind(q_BTHC, latent_BSR), _padded(rank)
     hopper = _hopper(kind, latent_BSR, shared_BSJ)
     programs, sizes = hopper.sizes(heads) if hopper else _sizes(kind, heads, ranks, device)
+    if tokens > FEW:  # many rows are enough programs, and ranges cost what it takes to merge them
+        sizes["SPLITS"] = max(1, sizes["SPLITS"] >> (2 * tokens // FEW).bit_length() - 1)
     cut = {"TILE": sizes["TILE"], "SPLITS": sizes["SPLITS"]}
     splits = min(cut["SPLITS"], triton.cdiv(latent_BSR.shape[1], cut["TILE"]))
     weight, scales, storage = _packed(up)
     query = torch.empty(rows, heads, rank + common, dtype=kind, device=device)
     parts = torch.empty(rows, splits, heads, rank, device=device)
     tops, masses = torch.empty(2, rows, splits, heads, device=device)
+    piece = min(64, ranks)
+    pieces, value = ranks // piece, triton.next_power_of_2(value_dim)
+    sums = torch.empty(rows, heads, pieces, value, device=device)
+    arrived = torch.empty(rows, heads, dtype=torch.int32, device=device)
     out = torch.empty(batch, tokens, heads, value_dim, dtype=q_BTHC.dtype, device=device)
-    _absorb[heads, triton.cdiv(rank, min(64, ranks))](
-        *(q_BTHC.contiguous(), weight, scales, query),
+    _absorb[heads, triton.cdiv(rank, piece)](
+        *(q_BTHC.contiguous(), weight, scales, query, arrived),
         *(rows, heads, plain, common, value_dim, rank, channels**-0.5 * LOG2E),
         KIND=storage,
         PLAIN=_padded(plain),
         COMMON=_padded(common),
-        RANKS=min(64, ranks),
+        RANKS=piece,
     )
-    cache = (latent_BSR, shared_BSJ, length, parts, tops, masses)
-    strides = (latent_BSR.stride(0), latent_BSR.stride(1), shared_BSJ.stride(0), shared_BSJ.stride(1))
     if hopper:
+        caches = hopper.described(latent_BSR), hopper.described(shared_BSJ)
+        steps = (x.stride(0) // x.stride(1) for x in (latent_BSR, shared_BSJ))
         how = {"GROUP": sizes["GROUP"], "SPLITS": sizes["SPLITS"], "num_warps": hopper.WARPS}
-        hopper.attend[programs, splits, rows](query, *cache, *strides, splits, tokens, heads, **how)
+        hopper.attend[programs, splits, rows](
+            *(query, *caches, length, parts, tops, masses, *steps, splits, tokens, heads), **how
+        )
     else:
         _attend[programs, splits, rows](
-            *(query, *cache, *strides, splits, tokens, heads, rank, common),
+            *(query, latent_BSR, shared_BSJ, length, parts, tops, masses),
+            *(latent_BSR.stride(0), latent_BSR.stride(1), shared_BSJ.stride(0), shared_BSJ.stride(1)),
+            *(splits, tokens, heads, rank, common),
             RANK=ranks,
             COMMON=_padded(common),
             PRECISION=_precision(device),
             **sizes,
         )
-    _finish[heads, rows, triton.cdiv(value_dim, 32)](
+    _finish[heads, rows, pieces](
         *(parts, tops, masses, length, weight, scales),
-        *(out if gate_BTC is None else gate_BTC.contiguous(), out),
+        *(out if gate_BTC is None else gate_BTC.contiguous(), sums, arrived, out),
         *(splits, tokens, heads, plain, value_dim, rank),
         KIND=storage,
-        RANK=ranks,
-        VALUES=32,
+        RANKS=piece,
+        VALUE=value,
+        PIECES=pieces,
         GATED=gate_BTC is not None,
         **cut,
     )
@@ -556,11 +579,18 @@ def attend_many(q_BTHC: Tensor, latent_BSR: Tensor, shared_BSJ: Tensor, up: Weig
     return out
 
 
+def _absorbs(tokens: int, plain: int, value: int, rank: int) -> bool:
+    """Whether tokens attend to positions as they are with fewer operations than it takes to expand these before."""
+    return tokens <= ABSORBED and tokens * (2 * rank - plain - value) < rank * (plain + value)
+
+
 def attention(q_BTHC: Tensor, latent_BSR: Tensor, shared_BSJ: Tensor, up: Weight, value_dim: int) -> Tensor:
     """See ``reference.attention``."""
     if not _known(q_BTHC, latent_BSR, shared_BSJ, up):
         return reference.attention(q_BTHC, latent_BSR, shared_BSJ, up, value_dim)
-    if q_BTHC.shape[1] > FEW:
+    tokens, plain, rank = q_BTHC.shape[1], q_BTHC.shape[3] - shared_BSJ.shape[2], latent_BSR.shape[2]
+    here = _hopper(_kind(q_BTHC, latent_BSR), latent_BSR, shared_BSJ)
+    if tokens > FEW and not (here and _absorbs(tokens, plain, value_dim, rank)):
         return attend_many(q_BTHC, latent_BSR, shared_BSJ, up, value_dim)
     length = torch.full((1,), latent_BSR.shape[1], dtype=torch.int32, device=q_BTHC.device)
     return attend_few(q_BTHC, latent_BSR, shared_BSJ, length, up, value_dim)

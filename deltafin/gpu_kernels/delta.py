@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deltafin.gpu_kernels import prompt
 from deltafin.ops import FEW, DeltaState, DeltaWeights, has_halves, reference
 
 CHUNK = 64
@@ -532,7 +533,12 @@ def delta_net(
         return reference.delta_net(*inputs, w, s, floor, eps)
     batch, tokens = q_BTC.shape[:2]
     out = q_BTC.new_empty(batch, tokens, v_BTC.shape[2])
-    (_few if tokens <= FEW else _many)(inputs, w, s, floor, eps, out)
+    if tokens <= FEW:
+        _few(inputs, w, s, floor, eps, out)
+    else:
+        many = prompt.delta_net if prompt.serves(inputs, w, s, floor) else _many
+        many(inputs, w, s, floor, eps, out)
+        _keep(inputs[:3], s[:3])
     return out
 
 
@@ -690,9 +696,14 @@ def _many(
             num_warps=8,
             num_stages=2 if form == "bfloat16" else 1,
         )
-    for x, tail in zip((q, k, v), s[:3], strict=True):
+
+
+def _keep(inputs: tuple[Tensor, ...], tails: tuple[Tensor, ...]) -> None:
+    """Let the last inputs of the convolutions be what the next token meets."""
+    for x, tail in zip(inputs, tails, strict=True):
         width = tail.shape[1]
-        tail.copy_(torch.cat([tail.to(x.dtype), x[:, max(0, tokens - width) :]], 1)[:, -width:] if width else tail)
+        rows = [tail.to(x.dtype), x[:, max(0, x.shape[1] - width) :]]
+        tail.copy_(torch.cat(rows, 1)[:, -width:] if width else tail)
 
 
 def _precision(x: Tensor, sizes: dict[str, int]) -> tuple[str, str]:

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deltafin.config import Activation, SiTU
+from deltafin.gpu_kernels import digits
 from deltafin.gpu_kernels.linear import (
     ROWS,
     Stored,
@@ -15,6 +16,7 @@ from deltafin.gpu_kernels.linear import (
     at_once,
     dots,
     few,
+    in_digits,
     linear,
     pieces,
     product,
@@ -22,36 +24,10 @@ from deltafin.gpu_kernels.linear import (
     stored,
     tile,
 )
+from deltafin.gpu_kernels.mathematics import activate
 from deltafin.ops import reference
 from deltafin.ops.reference import Expert, Stack
 from deltafin.weights import Weight
-
-
-@triton.jit
-def _sigmoid(x):
-    e = tl.exp(-tl.abs(x))
-    return tl.where(x < 0, e, 1.0) / (1.0 + e)
-
-
-@triton.jit
-def _tanh(x):
-    """By the exponential of what is not positive; near zero, where that would cancel, by an odd polynomial."""
-    a = tl.abs(x)
-    e = tl.exp(-2.0 * a)
-    large = (1.0 - e) / (1.0 + e)
-    s = x * x
-    small = a * (1.0 + s * (-1 / 3 + s * (2 / 15 + s * (-17 / 315 + s * (62 / 2835)))))
-    y = tl.where(a < 0.25, small, large)
-    return tl.where(x < 0, -y, y)
-
-
-@triton.jit
-def _activate(gate, up, gate_limit, up_limit, SATURATES: tl.constexpr):
-    """See ``reference.activate``."""
-    if SATURATES:
-        return gate_limit * _tanh(gate / gate_limit) * _sigmoid(gate) * (up_limit * _tanh(up / up_limit))
-    return gate * _sigmoid(gate) * up
-
 
 # A few rows ---------------------------------------------------------------------------------------------------------
 
@@ -106,7 +82,7 @@ def _few_up(
                     rows = row + tl.minimum(channel, WIDTH - 1)
                     a *= tl.load(gate_scales + rows)
                     b *= tl.load(up_scales + rows)
-                value = _activate(a, b, gate_limit, up_limit, SATURATES)
+                value = activate(a, b, gate_limit, up_limit, SATURATES)
                 tl.store(h + (pair + n) * WIDTH + channel, value, mask=(channel < WIDTH) & (n < left))
 
 
@@ -153,6 +129,8 @@ def _inner(xs: Tensor, ids: Tensor | None, gate: Stored, up: Stored, activation:
     """The activated inner channels of every (row, expert) pair, or of the one expert for every row: float32."""
     (rows, columns), width = xs.shape, gate.codes.shape[-2]
     chosen = 0 if ids is None else ids.shape[1]
+    if in_digits(xs, gate, up):
+        return _inner_in_digits(xs, ids, gate, up, activation)
     together = at_once(rows) if ids is None else 1
     shape = shape_of(gate.per, columns, width * max(1, chosen), together)
     h = torch.empty(rows * max(1, chosen), width, device=xs.device)
@@ -183,6 +161,31 @@ def _inner(xs: Tensor, ids: Tensor | None, gate: Stored, up: Stored, activation:
     return h
 
 
+def _inner_in_digits(xs: Tensor, ids: Tensor | None, gate: Stored, up: Stored, activation: Activation) -> Tensor:
+    (rows, columns), width = xs.shape, gate.codes.shape[-2]
+    chosen = 0 if ids is None else ids.shape[1]
+    h = torch.empty(rows * max(1, chosen), width, device=xs.device)
+    together = 1 if chosen else digits.at_once(rows, columns, xs.device)
+    chunks = triton.cdiv(len(h), together)
+    tiles, programs = digits.shared_out([width], 1, chunks, xs.device)
+    digits.few_up[chunks, programs](
+        xs,
+        xs if ids is None else ids,
+        len(h),
+        *(digits.words(t) for t in (gate.codes, gate.scales, up.codes, up.scales)),
+        h,
+        *limits(activation),
+        tiles,
+        CHOSEN=chosen,
+        COUNT=together,
+        WIDTH=width,
+        COLUMNS=columns,
+        SATURATES=isinstance(activation, SiTU),
+        **digits.options(xs.device, gate.per, 1, 3),
+    )
+    return h
+
+
 def _few(
     xs: Tensor, ids: Tensor, weights: Tensor, stack: list[Stored], activation: Activation, dtype: torch.dtype
 ) -> Tensor:
@@ -190,25 +193,40 @@ def _few(
     h = _inner(xs, ids, gate, up, activation)
     (rows, chosen), outputs = ids.shape, down.codes.shape[1]
     parts = torch.empty(len(h), outputs, device=xs.device)
-    shape = shape_of(down.per, h.shape[1], outputs * chosen, 1)
-    _few_down[triton.cdiv(outputs, shape.block * shape.batch), len(h)](
-        h,
-        ids,
-        weights,
-        down.codes,
-        down.scales,
-        parts,
-        OUTPUTS=outputs,
-        COLUMNS=h.shape[1],
-        PER=down.per,
-        BLOCK=shape.block,
-        BATCH=shape.batch,
-        QUADS=shape.quads,
-        ALIGNED=aligned(down),
-        STAGES=shape.stages,
-        num_warps=shape.warps,
-        enable_fp_fusion=False,
-    )
+    if in_digits(h, down):
+        tiles, programs = digits.shared_out([outputs], 1, len(h), xs.device)
+        digits.few_down[len(h), programs](
+            h,
+            ids,
+            weights,
+            digits.words(down.codes),
+            digits.words(down.scales),
+            parts,
+            tiles,
+            OUTPUTS=outputs,
+            COLUMNS=h.shape[1],
+            **digits.options(xs.device, down.per, 1, 4),
+        )
+    else:
+        shape = shape_of(down.per, h.shape[1], outputs * chosen, 1)
+        _few_down[triton.cdiv(outputs, shape.block * shape.batch), len(h)](
+            h,
+            ids,
+            weights,
+            down.codes,
+            down.scales,
+            parts,
+            OUTPUTS=outputs,
+            COLUMNS=h.shape[1],
+            PER=down.per,
+            BLOCK=shape.block,
+            BATCH=shape.batch,
+            QUADS=shape.quads,
+            ALIGNED=aligned(down),
+            STAGES=shape.stages,
+            num_warps=shape.warps,
+            enable_fp_fusion=False,
+        )
     y = torch.empty(rows, outputs, dtype=dtype, device=xs.device)
     _sum_places[triton.cdiv(outputs, 128), rows](parts, ids, y, 0, outputs, chosen, outputs, 128)
     return y
@@ -279,7 +297,7 @@ def _many_up(
         if PER == 4:
             gates *= tl.load(gate_scales + rows)[None, :]
             ups *= tl.load(up_scales + rows)[None, :]
-        value = _activate(gates, ups, gate_limit, up_limit, SATURATES)
+        value = activate(gates, ups, gate_limit, up_limit, SATURATES)
         at = h + place.to(tl.int64)[:, None] * WIDTH + output[None, :]
         tl.store(at, value, mask=(place < end)[:, None] & (output < WIDTH)[None, :])
 

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deltafin.gpu_kernels import digits
 from deltafin.ops import has_halves, reference
 from deltafin.weights import Weight
 
@@ -296,8 +297,26 @@ def _few(xs: Tensor, weights: Sequence[Stored]) -> tuple[Tensor, ...]:
     """Weights of one kind, in one launch; in one order of operations for any number of rows."""
     (rows, columns), per = xs.shape, weights[0].per
     sizes = [len(w.codes) for w in weights]
-    shape = shape_of(per, columns, sum(sizes), rows)
     y = torch.empty(rows, sum(sizes), dtype=xs.dtype, device=xs.device)
+    if in_digits(xs, *weights):
+        tall = 2 if per == MX and min(sizes) >= 32 else 1
+        together = digits.at_once(rows, columns, xs.device)
+        chunks = triton.cdiv(rows, together)
+        tiles, programs = digits.shared_out(sizes, tall, chunks, xs.device)
+        digits.few_rows[chunks, programs](
+            xs,
+            rows,
+            tuple(digits.words(w.codes) for w in weights),
+            tuple(digits.words(w.scales) for w in weights),
+            tuple(sizes),
+            y,
+            tiles,
+            COUNT=together,
+            COLUMNS=columns,
+            **digits.options(xs.device, per, tall, 4 if per == INT8 else 3),
+        )
+        return y.split(sizes, -1)
+    shape = shape_of(per, columns, sum(sizes), rows)
     together = at_once(rows)
     blocks = sum(triton.cdiv(size, shape.block * shape.batch) for size in sizes)
     _few_rows[blocks, triton.cdiv(rows, together)](
@@ -319,6 +338,12 @@ def _few(xs: Tensor, weights: Sequence[Stored]) -> tuple[Tensor, ...]:
         enable_fp_fusion=False,
     )
     return y.split(sizes, -1)
+
+
+def in_digits(x: Tensor, *weights: Stored) -> bool:
+    """Whether a few rows are multiplied by the tensor cores, in whole numbers: see ``digits``."""
+    tensors = [t for w in weights for t in (w.codes, w.scales)]
+    return weights[0].per in (INT8, MX) and digits.serves(weights[0].per, x.shape[-1], tensors)
 
 
 def aligned(w: Stored) -> bool:
@@ -460,12 +485,12 @@ def linears(x: Tensor, weights: Sequence[Weight]) -> tuple[Tensor, ...]:
         return reference.linears(x, weights)
     xs = x.reshape(-1, x.shape[-1]).contiguous()
     out: list[Tensor] = [x] * len(weights)
-    alike: dict[tuple[int, bool], list[int]] = {}
+    alike: dict[tuple[int, bool, bool], list[int]] = {}
     for i, w in enumerate(about):
         if w is None or (not few(x) and plain(x, w)):
             out[i] = reference.linear(xs, weights[i])
         elif few(x):
-            alike.setdefault((w.per, aligned(w)), []).append(i)
+            alike.setdefault((w.per, aligned(w), in_digits(xs, w)), []).append(i)
         else:
             out[i] = _many(xs, w)
     for places in alike.values():

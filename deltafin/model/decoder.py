@@ -158,9 +158,8 @@ def embedded(m: Decoder, tokens_BT: Tensor) -> Tensor:
     return m.edges.embed[tokens_BT].to(m.dtype)
 
 
-def predict(m: Decoder, state: list[State], x_BTD: Tensor, last: int = 1) -> Tensor:
-    """Advance ``state`` by T embedded tokens; return the logits after the ``last`` of them: see ``forward``."""
-    *_, stream = advance(m, state, x_BTD)
+def logits(m: Decoder, stream: Stream, last: int = 1) -> Tensor:
+    """Return what the head makes of the stream after the last layer: see ``forward``."""
     stream.to(m.ops)
     with on(m.ops.device):
         x_BTD = m.ops.rms_norm(stream.read(m.edges.read, m.ops)[:, -last:], m.edges.norm, m.config.eps)
@@ -175,4 +174,5 @@ def forward(m: Decoder, state: list[State], tokens_BT: Tensor, last: int = 1) ->
     """
     if 1 < tokens_BT.shape[1] <= FEW and not all(ops.together for ops in m.tables):
         return torch.cat([forward(m, state, token) for token in tokens_BT.split(1, 1)], 1)[:, -last:]
-    return moved(predict(m, state, embedded(m, tokens_BT), last), tokens_BT.device)
+    *_, stream = advance(m, state, embedded(m, tokens_BT))
+    return moved(logits(m, stream, last), tokens_BT.device)
