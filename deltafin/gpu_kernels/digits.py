@@ -352,7 +352,7 @@ def dots(
                 s1 = gl.expand_dims(gl.expand_dims(gl.convert_layout(s1, S, assert_trivial=True), 4), 5)
                 bits = gl.where(i < 2, s0 >> (8 * quarter), s1 >> (8 * quarter)) << 23 & 0x7F800000
                 scale = gl.maximum(bits, 0x400000).to(gl.float32, bitcast=True)  # 2^-127 is a subnormal
-                f0, f1 = words
+                f0, f1 = words[0], words[1]
                 p0, p1 = _bytes(f0, table[0], table[1]), _bytes(f1, table[0], table[1])
                 p2, p3 = _bytes(f0 >> 16, table[0], table[1]), _bytes(f1 >> 16, table[0], table[1])
                 f0, f1 = f0 ^ -2004318072, f1 ^ -2004318072  # the signs turned
