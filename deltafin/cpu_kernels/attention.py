@@ -35,6 +35,7 @@ from deltafin.cpu_kernels.stored import (
     as_tensor,
     described,
     is_coarse,
+    own,
     table_of,
 )
 from deltafin.cpu_kernels.threads import threads
@@ -317,16 +318,20 @@ def few_queries(
     heads = q.shape[1]
     for stage in range(3):
         for t in prange(nt):
+            w, seen, ready, asked, tiled = own(up), own(lengths), own(prepared), own(absorbed), own(queries)
+            sums = own(largest), own(mass), own(acc)
             if stage == 0:
+                xs = own(q)
                 for h in range(heads * t // nt, heads * (t + 1) // nt):
-                    _absorb(h, up, plain, value, q, acc.shape[3], absorbed)
+                    _absorb(h, w, plain, value, xs, acc.shape[3], asked)
                     if queries.shape[1]:
-                        _pack(h, absorbed, queries)
+                        _pack(h, asked, tiled)
             elif stage == 1:
-                _tasks(cache, lengths, tokens, absorbed, queries, largest, mass, acc, t, nt)
+                _tasks(cache, seen, tokens, asked, tiled, *sums, t, nt)
             else:
+                y = own(out)
                 for h in range(heads * t // nt, heads * (t + 1) // nt):
-                    _finish(h, up, plain, value, lengths, largest, mass, acc, coarse, prepared, out)
+                    _finish(h, w, plain, value, seen, *sums, coarse, ready, y)
 
 
 @kernel()

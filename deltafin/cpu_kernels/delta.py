@@ -6,14 +6,14 @@ token (``ops.reference`` says why the state is value-major); everything else of 
 
 import numpy as np
 import torch
-from numba import carray, prange
+from numba import prange
 from torch import Tensor
 
 from deltafin.cpu_kernels import vector as v
 from deltafin.cpu_kernels.chunks import many_tokens, normalise
 from deltafin.cpu_kernels.compiling import kernel
 from deltafin.cpu_kernels.mathematics import exps, gated, log_decays, sigmoid, silus, sum_of_products
-from deltafin.cpu_kernels.stored import as_array
+from deltafin.cpu_kernels.stored import as_array, own
 from deltafin.cpu_kernels.threads import threads
 from deltafin.ops import FEW, DeltaState, DeltaWeights, reference
 
@@ -88,8 +88,8 @@ def _head(b, g, groups, inputs, weights, tails, S, floor, eps, out, room):
         normalise(k, np.float32(1))
         qk = sum_of_products(q, k)
         for h in range(g * groups, (g + 1) * groups):
-            own = slice(h * value, (h + 1) * value)
-            _convolve(v_in[b, t, own], v_conv, v_tail[b], own.start, values)
+            mine = slice(h * value, (h + 1) * value)
+            _convolve(v_in[b, t, mine], v_conv, v_tail[b], mine.start, values)
             speed = np.exp(decay_log[h])
             if per_channel:
                 channels = slice(h * key, (h + 1) * key)
@@ -104,13 +104,7 @@ def _head(b, g, groups, inputs, weights, tails, S, floor, eps, out, room):
             s = np.float32(1) / np.sqrt(sum_of_products(o, o) / np.float32(value) + eps)
             for i in range(value):
                 o[i] *= s * norm[i]
-            gated(o, gate_in[b, t, own], out[b, t, own])
-
-
-@kernel()
-def _own(x):
-    """The same array for one thread: nobody counts who uses it. Threads that count together wait for each other."""
-    return carray(v.pointer(x.ctypes.data), x.shape, np.float32)
+            gated(o, gate_in[b, t, mine], out[b, t, mine])
 
 
 @kernel(parallel=True)
@@ -121,14 +115,14 @@ def few_tokens(groups, inputs, weights, tails, S, floor, eps, out, nt):
     for t in prange(nt):
         x, w = inputs, weights
         mine = (
-            (_own(x[0]), _own(x[1]), _own(x[2]), _own(x[3]), _own(x[4]), _own(x[5])),
-            (_own(w[0]), _own(w[1]), _own(w[2]), _own(w[3]), _own(w[4]), _own(w[5])),
-            (_own(tails[0]), _own(tails[1]), _own(tails[2])),
-            _own(S),
+            (own(x[0]), own(x[1]), own(x[2]), own(x[3]), own(x[4]), own(x[5])),
+            (own(w[0]), own(w[1]), own(w[2]), own(w[3]), own(w[4]), own(w[5])),
+            (own(tails[0]), own(tails[1]), own(tails[2])),
+            own(S),
         )
-        result, room = _own(out), np.empty((7, max(S.shape[2], S.shape[3])), np.float32)
+        result, room = own(out), np.empty((7, max(S.shape[2], S.shape[3])), np.float32)
         for i in range(work * t // nt, work * (t + 1) // nt):
-            _head(i // heads, i % heads, groups, *mine, floor, eps, result, _own(room))
+            _head(i // heads, i % heads, groups, *mine, floor, eps, result, own(room))
 
 
 def delta_net(

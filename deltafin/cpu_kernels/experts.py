@@ -27,6 +27,7 @@ from deltafin.cpu_kernels.stored import (
     described,
     few,
     is_coarse,
+    own,
     scratch,
     table_of,
 )
@@ -121,13 +122,14 @@ def few_experts(table, start, row, share, limits, x, coarse, x_prepared, h, up, 
     pairs = len(row)
     for stage in range(3):
         for t in prange(nt):
+            every, first, rows, gates, ups, ready = own(table), own(start), own(row), own(h), own(up), own(h_prepared)
             if stage == 0:
-                _up(table, start, row, x, x_prepared, h, up, t, nt)
+                _up(every, first, rows, own(x), own(x_prepared), gates, ups, t, nt)
             elif stage == 1:
                 for p in range(pairs * t // nt, pairs * (t + 1) // nt):
-                    _activate(h, up, limits, needs_int8, needs_mx, coarse, h_prepared, p)
+                    _activate(gates, ups, limits, needs_int8, needs_mx, coarse, ready, p)
             else:
-                _down(table, start, row, share, h, h_prepared, y, t, nt)
+                _down(every, first, rows, own(share), gates, ready, own(y), t, nt)
 
 
 @register_jitable

@@ -34,6 +34,7 @@ from deltafin.cpu_kernels.stored import (
     described,
     few,
     is_coarse,
+    own,
     scratch,
     table_of,
 )
@@ -274,18 +275,18 @@ def few_rows(table, x, coarse, prepared, y, nt):
     if size * rows < PARALLEL:
         nt = 1
     for t in prange(nt):
-        start = 0
-        for i in range(len(table)):
-            w = table[i]
+        every, xs, ready, ys, start = own(table), own(x), own(prepared), own(y), 0
+        for i in range(len(every)):
+            w = every[i]
             outputs = w[OUTPUTS]
             last = outputs * (t + 1) // nt
             for r in range(outputs * t // nt, last, v.BLOCK):
                 count = min(v.BLOCK, last - r)
                 for n in range(rows):
                     block(
-                        *(w, r, count, x.ctypes.data + 4 * n * columns),
-                        *(prepared.ctypes.data + offset + n * prepared.shape[1], columns),
-                        y.ctypes.data + 4 * (n * y.shape[1] + start + r),
+                        *(w, r, count, xs.ctypes.data + 4 * n * columns),
+                        *(ready.ctypes.data + offset + n * ready.shape[1], columns),
+                        ys.ctypes.data + 4 * (n * ys.shape[1] + start + r),
                     )
             start += outputs
 
