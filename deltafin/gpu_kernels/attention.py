@@ -479,11 +479,11 @@ def attend_few(
         num_warps=2 if storage == DENSE.value else 4,  # 6.1 us and 7.1 (96 heads in bfloat16, one H200)
     )
     if hopper:
-        caches = hopper.described(latent_BSR), hopper.described(shared_BSJ)
+        views = (hopper.described(x) for x in (*query.split((rank, common), 2), latent_BSR, shared_BSJ))
         steps = (x.stride(0) // x.stride(1) for x in (latent_BSR, shared_BSJ))
         how = {"GROUP": sizes["GROUP"], "SPLITS": sizes["SPLITS"], "num_warps": hopper.WARPS}
         hopper.attend[programs, splits, rows](
-            *(query, *caches, length, parts, tops, masses, *steps, splits, tokens, heads), **how
+            *(*views, length, parts, tops, masses, *steps, splits, tokens, heads), **how
         )
     else:
         _attend[programs, splits, rows](
