@@ -100,6 +100,14 @@ def _mass(shares):
 
 
 @gluon.jit
+def _publish(turn, slot):
+    """Let those who sum begin with a tile: tensor cores, which read past the caches of threads, see its shares."""
+    fence_async_shared()
+    gl.thread_barrier()
+    mbarrier.arrive(turn.index(slot), count=1)
+
+
+@gluon.jit
 def _share(queries, row, memory, between, tops, masses, span):
     """Turn scores into shares, and say by how much what was summed before must shrink: a running softmax.
 
@@ -135,7 +143,7 @@ def _share(queries, row, memory, between, tops, masses, span):
         scores = _score(own, memory, none, slot)
         warpgroup_mma_wait(1, deps=[scores])  # the last is still made when the sums hear of their turn
         if i > 0:
-            mbarrier.arrive(turn.index((i - 1) % SLOTS), count=1)
+            _publish(turn, (i - 1) % SLOTS)
         scores = warpgroup_mma_wait(0, deps=[scores])
         if start + TILE > last:
             s = start + gl.arange(0, TILE, layout=gl.SliceLayout(0, SCORES))
@@ -148,12 +156,11 @@ def _share(queries, row, memory, between, tops, masses, span):
         # In place of the shared keys of these positions, which have served.
         k.index(slot)._reinterpret(gl.bfloat16, [HEADS, TILE], MEMORY).store(shares)
         shrinks.index(slot).store(shrink.to(gl.bfloat16))
-        fence_async_shared()
         gl.thread_barrier()
         mbarrier.arrive(made.index(slot), count=1)
         shrink = gl.convert_layout(shrink, gl.SliceLayout(1, mass.type.layout))
         mass = mass * shrink[:, None] + _mass(shares.to(gl.float32))
-    mbarrier.arrive(turn.index((count - 1) % SLOTS), count=1)
+    _publish(turn, (count - 1) % SLOTS)
     h = head + gl.arange(0, HEADS, layout=top.type.layout)
     gl.store(tops + h, top, h < beyond)
     mass = gl.sum(mass, 1)
