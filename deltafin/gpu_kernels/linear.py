@@ -27,8 +27,8 @@ F32, BF16, INT8, MX = 1, 2, 4, 8
 PER = {torch.float32: F32, torch.bfloat16: BF16, torch.int8: INT8, torch.uint8: MX}
 
 MANY = 1 << 16
-"""Outputs of an int8 weight from which plain products take less time: 285 us for 163840 x 7168, in digits 310 to 350 (one
-H200). A narrower one takes the same time either way, a small one a fifth less in digits."""
+"""Outputs of an int8 weight from which plain products take less time: 285 us for 163840 x 7168, in digits 310 to 350
+(one H200). A narrower one takes the same time either way, a small one a fifth less in digits."""
 
 
 class Stored(NamedTuple):
