@@ -126,7 +126,7 @@ def _each(formula: Callable[..., Lanes]) -> Any:
             every, constants = (cgutils.unpack_tuple(b, t) for t in (sources, numbers))
 
             def loop(kind: ir.Type, first: ir.Value, last: ir.Value, step: int) -> None:
-                spread = [_spread(b, c, kind) for c in constants]
+                spread = [v.spread(b, c) if kind == v.F32x16 else c for c in constants]
                 with cgutils.for_range_slice(b, first, last, v.const(v.I64, step)) as (i, _):
                     at = b.shl(i, v.const(v.I64, 2))
                     values = (v.load(b, b.add(x, at), kind) for x in every)
@@ -142,13 +142,8 @@ def _each(formula: Callable[..., Lanes]) -> Any:
     return each
 
 
-def _spread(b: ir.IRBuilder, number: ir.Value, kind: ir.Type) -> ir.Value:
-    return v.spread(b, number) if kind == v.F32x16 else number
-
-
 _exps = _each(lambda x, most: _exp(x - most))
 _sigmoids = _each(_sigmoid)
-_silus = _each(lambda x: x * _sigmoid(x))
 _gated = _each(lambda x, gate: x * _sigmoid(gate))
 _silu_gated = _each(lambda gate, up: gate * _sigmoid(gate) * up)
 _situ_gated = _each(lambda g, u, a, b: a * _tanh(g / a) * _sigmoid(g) * (b * _tanh(u / b)))
@@ -169,15 +164,15 @@ def sigmoids(x, y):
 
 
 @kernel()
-def silus(x, y):
-    """``y = x * sigmoid(x)``."""
-    _silus((x.ctypes.data,), (), y.ctypes.data, len(y))
-
-
-@kernel()
 def gated(x, gate, y):
     """``y = x * sigmoid(gate)``."""
     _gated((x.ctypes.data, gate.ctypes.data), (), y.ctypes.data, len(y))
+
+
+@kernel()
+def silus(x, y):
+    """``y = x * sigmoid(x)``."""
+    gated(x, x, y)
 
 
 @kernel()

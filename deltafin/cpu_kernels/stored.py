@@ -99,7 +99,7 @@ def own(x: np.ndarray) -> np.ndarray:
     """The same array for one thread of a region, which must not outlive it.
 
     Who uses an array is counted, at every slice and call, in one place for all threads, which wait for each other
-    there: two threads took up to a third longer. Nobody counts who uses this one.
+    there. Nobody counts who uses this one.
     """
     return carray(v.pointer(x.ctypes.data), x.shape, x.dtype)
 
