@@ -321,8 +321,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", nargs="*", default=["kernels", "linear", *CYCLES], help="kernels, linear, or a cycle's")
     what, threads = parser.parse_args().what, machine.threads()
+    known = ("kernels", "linear", "cycle", *CYCLES)
+    if unknown := set(what).difference(known):
+        parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     what += CYCLES if "cycle" in what else []
-    table, cpu = ops.gpus()[0], None
+    found, cpu = ops.gpus(), None
+    if not found:
+        parser.error("there is no GPU here that deltafin can use; it takes compute capability 7.5 and Triton")
+    table = found[0]
     speeds = {GPU.type: copy_bandwidth()}
     print(f"{torch.cuda.get_device_name(0)}, copy {speeds[GPU.type] / 1e12:.2f} TB/s", flush=True)
     torch.cuda.empty_cache()
