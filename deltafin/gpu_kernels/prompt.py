@@ -21,13 +21,17 @@ CHUNK = 64
 """Tokens whose writes to the state are solved for together."""
 
 SLICE = 2048
-"""Tokens of a prompt that are prepared at a time: 1.2 KB of scratch memory each and head."""
+"""Tokens of a prompt that are prepared at a time: 1.3 KB of scratch memory each and head."""
 
 ROWS = 16
-"""Tokens that a program convolves at a time."""
+"""Threads side by side that convolve a chunk, each its share of tokens one after the other."""
 
-COLUMNS = 64
-"""Key channels that a program compares tokens in at a time. With 32 results were wrong on one H200 (Triton 3.6)."""
+CHANNELS = 64
+"""Channels that are convolved at a time: so many that weights are fetched as the inputs lie."""
+
+COLUMNS = 32
+"""Key channels that a program compares tokens in at a time: with more, registers do not suffice. Steps are summed for
+twice as many: a product with 32 columns of them touched foreign memory on one H200 (Triton 3.6)."""
 
 REACH = 116
 """How large an exponent of two may become: with what it multiplies, at most 1, it stays a number in bfloat16."""
@@ -57,48 +61,42 @@ def _product(a, b, total=None):
 
 
 @triton.jit
-def _decay(g, i, r):
-    """Exponents, in base 2, of the decay between each token i and token r(i): sums of g [C, N], all at most 0.
-
-    They are products with ones, of what lies between alone: no large sums are subtracted.
-    """
+def _since(i, r):
+    """A matrix that makes of steps their sums from token r(i) to token i, negative ones where r is the later one."""
     j = tl.trans(i)
-    between = (j > tl.minimum(i, r)) & (j <= tl.maximum(i, r))
-    # 11 bits of a step: e^x is off by 0.37 of 2^-12 at most, a factor in bfloat16 by 2^-9.
-    return tl.dot(tl.where(between, 1.0, 0.0).to(tl.float16), g.to(tl.float16))
-
-
-@triton.jit
-def _within(P, A, q, k, g, i):
-    """Add some channels of P and A for pairs of tokens of the same half of a chunk; of others nothing that matters.
-
-    Both decays refer to a token in the middle of the half: REACH keeps them in the range of numbers.
-    """
-    C: tl.constexpr = q.shape[0]
-    middle = (i & -(C // 2)) + C // 4 - 1
-    since = tl.where(i > middle, 1.0, -1.0) * _decay(g, i, middle)
-    x = tl.exp2(since)
-    before = tl.trans(k * tl.exp2(-since))
-    P = _product(k * x, before, P)
-    A = _product(q * x, before, A)
-    return P, A
+    return tl.where((j > r) & (j <= i), 1.0, tl.where((j <= r) & (j > i), -1.0, 0.0)).to(tl.float16)
 
 
 @triton.jit
 def _inverse(L, i, LEVELS: tl.constexpr):
-    """Invert I + L for a strictly lower matrix [C, C]: inverses of pairs of blocks are joined, from single rows on."""
+    """Invert I - L for a strictly lower matrix [C, C]: inverses of pairs of blocks are joined, from single rows on."""
     j = tl.trans(i)
-    X = tl.where(i == j, 1.0, tl.where((j == i - 1) & (i % 2 == 1), -L, 0.0))
+    X = tl.where(i == j, 1.0, tl.where((j == i - 1) & (i % 2 == 1), L, 0.0))
     for half in range(1, LEVELS):
-        first = i >> half + 1 << half + 1
-        middle = first + (1 << half)
-        halves = tl.where((i >= middle) & (j >= first) & (j < middle), L, 0.0)
-        X -= _product(_product(X, halves), X)
+        block = i >> half
+        earlier = tl.where(block % 2 == 1, block - 1, -1)
+        X = _product(_product(X, tl.where(j >> half == earlier, L, 0.0)), X, X)
     return X
 
 
 @triton.jit
-def _convolved_chunk(
+def _one(which, a, b, c):
+    """Choose a, b or c. What repeats is a loop: code is read from a small memory, too."""
+    return tl.where(which == 0, a, tl.where(which == 1, b, c))
+
+
+@triton.jit
+def _input(x, x_token, tail, channels, t, row, tokens, step: tl.constexpr, W: tl.constexpr):
+    """Inputs of a convolution ``step`` tokens after the rows; before the first token they are in the tail."""
+    at = tl.minimum(t + row + step, tokens - 1)
+    new = tl.load(x + at.to(tl.int64) * x_token, mask=at >= 0, other=0.0).to(tl.float32)
+    if step < 0 and t == 0:
+        new += tl.load(tail + (at + W - 1) * channels, mask=at < 0, other=0.0)
+    return new
+
+
+@triton.jit
+def _convolve(
     x,
     x_token,
     taps,
@@ -109,37 +107,85 @@ def _convolved_chunk(
     t,
     tokens,
     scale,
+    normal,
     K: tl.constexpr,
-    BK: tl.constexpr,
     W: tl.constexpr,
     C: tl.constexpr,
     ROWS: tl.constexpr,
-    NORM: tl.constexpr,
+    BK: tl.constexpr,
 ):
-    """Convolve a chunk from token t on, K channels from ``first`` on, to ``out`` [C, K]; zeros after the last token.
+    """Convolve a chunk from token t on, K channels from ``first`` on, to ``out`` [C, K]; ``normal``ised and scaled.
 
-    With NORM what comes out is normalised and scaled. What repeats is a loop: code is read from a small memory, too.
+    A thread takes C / ROWS tokens one after the other, so that it reads few of them twice; all is asked for before
+    anything is written. After the last token anything may follow that is a number where the last tokens are.
     """
     i = tl.arange(0, BK)[None, :]
-    x += t.to(tl.int64) * x_token + first + i
+    row = tl.arange(0, ROWS)[:, None] * (C // ROWS)
+    x += first + i
     taps += first + i
-    weights = (tl.load(taps + (W - 1) * channels, mask=i < K, other=0.0),)
-    for j in tl.static_range(1, W):
-        weights += (tl.load(taps + (W - 1 - j) * channels, mask=i < K, other=0.0),)
-    for begin in range(0, C, ROWS):
-        row = begin + tl.arange(0, ROWS)[:, None]
-        mask = (t + row < tokens) & (i < K)
-        y = tl.zeros([ROWS, BK], tl.float32)
-        for j in tl.static_range(W):
-            y += weights[j] * tl.load(x + (row - j) * x_token, mask=mask & (t + row >= j), other=0.0).to(tl.float32)
-        if t + begin == 0:
-            for place in range(W - 1):
-                old = tl.load(tail + (row + place) * channels + first + i, mask=mask & (row + place < W - 1), other=0.0)
-                y += tl.load(taps + place * channels, mask=i < K, other=0.0) * old
-        y = tl.where(mask, _silu(y), 0.0)
-        if NORM:
-            y *= (tl.rsqrt(tl.sum(y * y, 1) + 1e-6) * scale)[:, None]
-        tl.store(out + row * K + i, y.to(out.dtype.element_ty), mask=i < K)
+    tail += first + i
+    ys, sums = (), ()
+    for begin in tl.static_range(0, K, BK):
+        inputs = (_input(x + begin, x_token, tail + begin, channels, t, row, tokens, 1 - W, W),)
+        for step in tl.static_range(2 - W, C // ROWS):
+            inputs += (_input(x + begin, x_token, tail + begin, channels, t, row, tokens, step, W),)
+        weights = (tl.load(taps + begin),)
+        for j in tl.static_range(1, W):
+            weights += (tl.load(taps + j * channels + begin),)
+        for step in tl.static_range(C // ROWS):
+            y = weights[0] * inputs[step]
+            for j in tl.static_range(1, W):
+                y += weights[j] * inputs[step + j]
+            y = _silu(y)
+            ys += (y,)
+            sums += (tl.sum(y * y, 1),)
+    for step in tl.static_range(C // ROWS):
+        total = 1e-6
+        for part in tl.static_range(K // BK):
+            total += sums[step + part * (C // ROWS)]  # type: ignore[operator]
+        size = tl.where(normal, tl.rsqrt(total) * scale, 1.0)[:, None]
+        for part in tl.static_range(K // BK):
+            y = ys[step + part * (C // ROWS)] * size
+            tl.store(out + (row + step) * K + part * BK + i, y.to(out.dtype.element_ty))
+
+
+@triton.jit
+def _decays(
+    decay,
+    decay_token,
+    bias,
+    speed,
+    floor,
+    out,
+    quarters,
+    t,
+    tokens,
+    K: tl.constexpr,
+    C: tl.constexpr,
+    ROWS: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """Log-decays in base 2 of a chunk from token t on, to ``out`` [C, K], and the sum of each quarter, [4, K].
+
+    11 bits of a step: e^x is off by 0.37 of 2^-12 at most, a factor in bfloat16 by 2^-9. They are stored as float16,
+    in memory for bfloat16.
+    """
+    i = tl.arange(0, BK)[None, :]
+    row = tl.arange(0, ROWS)[:, None] * (C // ROWS)
+    for begin in tl.static_range(0, K, BK):
+        total = tl.zeros([ROWS, BK], tl.float32)
+        shift = tl.load(bias + begin + i)
+        raw = (tl.load(decay + tl.minimum(t + row, tokens - 1).to(tl.int64) * decay_token + begin + i),)
+        for step in tl.static_range(1, C // ROWS):
+            at = tl.minimum(t + row + step, tokens - 1)
+            raw += (tl.load(decay + at.to(tl.int64) * decay_token + begin + i),)
+        for step in tl.static_range(C // ROWS):
+            root = tl.rsqrt(1.0 + tl.exp2(speed * (raw[step].to(tl.float32) + shift)))
+            g = tl.where(t + row + step < tokens, floor * (root * root), 0.0).to(tl.float16)
+            total += g.to(tl.float32)
+            tl.store(out + (row + step) * K + begin + i, g.to(out.dtype.element_ty, bitcast=True))
+        quarter = tl.sum(tl.reshape(total, [4, ROWS // 4, BK]), 1)
+        tl.store(quarters + tl.arange(0, 4)[:, None] * K + begin + i, quarter)
 
 
 @_launched(do_not_specialize=["tokens", "start"])
@@ -173,6 +219,7 @@ def _prepare(
     keeps,
     mixes,
     lasts,
+    quarters,
     tokens,
     start,
     floor,
@@ -185,6 +232,7 @@ def _prepare(
     C: tl.constexpr,
     LEVELS: tl.constexpr,
     ROWS: tl.constexpr,
+    BC: tl.constexpr,
     N: tl.constexpr,
 ):
     """One chunk of one head up to where the state is needed.
@@ -201,80 +249,79 @@ def _prepare(
     reads += slot * C * K
     writes += slot * C * V
     t = start + chunk * C
-    of_keys, key = heads * K, head * K
-    tail = b * (W - 1) * of_keys
-    _convolved_chunk(
-        q + b * q_batch, q_token, q_conv, q_tail + tail, asks, of_keys, key, t, tokens, scale, K, BK, W, C, ROWS, True
-    )
-    _convolved_chunk(
-        k + b * k_batch, k_token, k_conv, k_tail + tail, keeps, of_keys, key, t, tokens, 1.0, K, BK, W, C, ROWS, True
-    )
-    of_values, value = heads * V, head * V
-    tail = b * (W - 1) * of_values
-    _convolved_chunk(
-        v + b * v_batch,
-        v_token,
-        v_conv,
-        v_tail + tail,
-        writes,
-        of_values,
-        value,
-        t,
-        tokens,
-        1.0,
-        V,
-        BV,
-        W,
-        C,
-        ROWS,
-        False,
-    )
+    channels, channel = heads * K, head * K
+    tail = b * (W - 1) * channels
+    for which in range(3):
+        _convolve(
+            _one(which, q + b * q_batch, k + b * k_batch, v + b * v_batch),
+            _one(which, q_token, k_token, v_token),
+            _one(which, q_conv, k_conv, v_conv),
+            _one(which, q_tail, k_tail, v_tail) + tail,
+            _one(which, asks, keeps, writes),
+            channels,
+            channel,
+            t,
+            tokens,
+            tl.where(which == 0, scale, 1.0),
+            which < 2,
+            K,
+            W,
+            C,
+            ROWS,
+            BC,
+        )
+    decay += b * decay_batch + channel
+    speed = -LOG2E * tl.exp(tl.load(decay_log + head))
+    quarters += slot * 4 * K
+    _decays(decay, decay_token, decay_bias + channel, speed, LOG2E * floor, reads, quarters, t, tokens, K, C, ROWS, BC)
     tl.debug_barrier()
 
     row, column = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    # Pairs of tokens of different halves, and of the same one.
-    P_apart = tl.zeros([C, C], tl.float32)
-    A_apart = tl.zeros([C, C], tl.float32)
+    late = row >= C // 2
+    ones = _since(row, (row & -(C // 2)) + C // 4 - 1)
     P = tl.zeros([C, C], tl.float32)
     A = tl.zeros([C, C], tl.float32)
-    log = tl.load(decay_log + head)
-    decay += b * decay_batch + t.to(tl.int64) * decay_token
-    for begin in range(0, BK, N):
-        i = begin + tl.arange(0, N)[None, :]
-        is_key = i < K
-        rate = head * K + i
-        z = tl.load(decay + row * decay_token + rate, mask=(t + row < tokens) & is_key, other=0.0).to(tl.float32)
-        z += tl.load(decay_bias + rate, mask=is_key, other=0.0)
-        g = LOG2E * (floor * _sigmoid(tl.exp(log) * z))
-        # 2^-160 is 0: a larger step, even an infinite one, does the same.
-        g = tl.where((t + row < tokens) & is_key, tl.where(g < -160.0, -160.0, g), 0.0)
-        place = row * K + i
-        queries = tl.load(asks + place, mask=is_key, other=0.0)
-        keys = tl.load(keeps + place, mask=is_key, other=0.0)
-        x = tl.exp2(_decay(g, row, C // 2 - 1))
-        later = keys * x
-        earlier = tl.trans(later)
-        P_apart = _product(later, earlier, P_apart)
-        A_apart = _product(queries * x, earlier, A_apart)
-        P, A = _within(P, A, queries, keys, g, row)
-        tl.store(keeps + place, (keys * tl.exp2(_decay(g, row, C - 1))).to(kind), mask=is_key)
-        sofar = tl.exp2(_decay(g, row, -1))
-        tl.store(asks + place, (queries * sofar).to(kind), mask=is_key)
-        tl.store(reads + place, (keys * sofar).to(kind), mask=is_key)
-        tl.store(lasts + slot * K + i + row * 0, sofar, mask=is_key & (row == C - 1))
+    for begin in range(0, K, 2 * N):
+        steps = tl.load(reads + row * K + begin + tl.arange(0, 2 * N)[None, :]).to(tl.float16, bitcast=True)
+        # Both halves of a chunk refer to a token in their middle: REACH keeps them in the range of numbers.
+        both = tl.reshape(tl.dot(ones, steps), [C, 2, N])
+        # All threads have read.
+        tl.debug_barrier()
+        since = tl.split(tl.permute(both, [0, 2, 1]))
+        for part in tl.static_range(2):
+            own = since[part]
+            i = begin + part * N + tl.arange(0, N)[None, :]
+            place = row * K + i
+            queries, keys = tl.load(asks + place), tl.load(keeps + place)
+            first, second = tl.load(quarters + i), tl.load(quarters + K + i)
+            third, fourth = tl.load(quarters + 2 * K + i), tl.load(quarters + 3 * K + i)
+            tl.store(lasts + slot * K + i, tl.exp2(first + second + third + fourth))
+            up, down = tl.exp2(own), tl.exp2(-own)
+            before = keys * down
+            lasting = tl.where(late, tl.exp2(fourth), tl.exp2(second + third + fourth))
+            x = tl.exp2(own + tl.where(late, second + third, 0.0))
+            earlier = tl.trans(tl.where(late, 0.0, before))
+            P = _product(keys * x, earlier, P)
+            A = _product(queries * x, earlier, A)
+            earlier = tl.trans(tl.where(late, before, 0.0))
+            after, asked = keys * up, queries * up
+            P = _product(after, earlier, P)
+            A = _product(asked, earlier, A)
+            sofar = tl.where(late, tl.exp2(first + second + third), tl.exp2(first))
+            tl.store(keeps + place, (before * lasting).to(kind))
+            tl.store(asks + place, (asked * sofar).to(kind))
+            tl.store(reads + place, (after * sofar).to(kind))
 
-    apart = (row >= C // 2) & (column < C // 2)
-    A = tl.where(apart, A_apart, tl.where(row >= column, A, 0.0))
-    tl.store(mixes + (slot * C + row) * C + column, A.to(kind))
+    tl.store(mixes + (slot * C + row) * C + column, tl.where(row >= column, A, 0.0).to(kind))
     beta += b * beta_batch + t.to(tl.int64) * beta_token + head
-    strength = _sigmoid(tl.load(beta + row * beta_token, mask=t + row < tokens, other=0.0).to(tl.float32))
-    X = _inverse(tl.where(row > column, strength * tl.where(apart, P_apart, P), 0.0), row, LEVELS)
-    X *= _sigmoid(tl.load(beta + column * beta_token, mask=t + column < tokens, other=0.0).to(tl.float32))
+    # Nothing is written after the last token.
+    strength = _sigmoid(tl.load(beta + row * beta_token, mask=t + row < tokens, other=float("-inf")).to(tl.float32))
+    X = _inverse(tl.where(row > column, -strength * P, 0.0), row, LEVELS)
+    X *= _sigmoid(tl.load(beta + column * beta_token, mask=t + column < tokens, other=float("-inf")).to(tl.float32))
     X = X.to(kind)
-    for begin in range(0, BK, N):
-        i = begin + tl.arange(0, N)[None, :]
-        met = reads + row * K + i
-        tl.store(met, _product(X, tl.load(met, mask=i < K, other=0.0)).to(kind), mask=i < K)
+    tl.debug_barrier()
+    i = tl.arange(0, BK)[None, :]
+    tl.store(reads + row * K + i, _product(X, tl.load(reads + row * K + i)).to(kind))
     o = tl.arange(0, BV)[None, :]
     x = _product(X, tl.load(writes + row * V + o, mask=o < V, other=0.0)).to(kind)
     tl.debug_barrier()
@@ -362,6 +409,7 @@ def delta_net(
     writes = q.new_empty(most, value, CHUNK, dtype=torch.bfloat16)
     mixes = q.new_empty(most, CHUNK, CHUNK, dtype=torch.bfloat16)
     lasts = q.new_empty(most, key, dtype=torch.float32)
+    quarters = q.new_empty(most, 4, key, dtype=torch.float32)
     scratch = (reads, writes, asks, keeps, mixes, lasts)
     sizes = {"K": key, "V": value, "BK": key, "BV": value, "C": CHUNK}
     strides = [stride for x in inputs[:5] for stride in x.stride()[:2]]
@@ -377,6 +425,7 @@ def delta_net(
             w.decay_bias,
             *s[:3],
             *scratch,
+            quarters,
             tokens,
             start,
             floor or 0.0,
@@ -385,6 +434,7 @@ def delta_net(
             W=w.q_conv.shape[1],
             LEVELS=CHUNK.bit_length() - 1,
             ROWS=ROWS,
+            BC=CHANNELS,
             N=COLUMNS,
             num_warps=4,
             num_stages=1,
