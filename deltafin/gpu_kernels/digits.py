@@ -576,10 +576,15 @@ def words(codes: Tensor) -> Tensor:
     return codes if codes.dtype == torch.float32 else codes.view(torch.int32)
 
 
+def early(device: torch.device) -> dict[str, Any]:
+    """What a launch says whose kernel waits for the one before by itself: it may start early, where chips do that."""
+    able = _chip(device)[1]
+    return {"EARLY": able, "launch_pdl": able}
+
+
 def options(device: torch.device, per: int, tall: int, slots: int) -> dict[str, Any]:
-    """What all launches say. Kernels wait for the one before them, so that they may start early where chips do that."""
-    early = _chip(device)[1]
-    return {"EARLY": early, "launch_pdl": early, "PER": per, "TILES": tall, "SLOTS": slots, "num_warps": WARPS.value}
+    """What all launches say."""
+    return early(device) | {"PER": per, "TILES": tall, "SLOTS": slots, "num_warps": WARPS.value}
 
 
 def at_once(rows: int, columns: int, device: torch.device) -> int:

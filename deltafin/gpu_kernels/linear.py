@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltafin.gpu_kernels import digits
+from deltafin.gpu_kernels import digits, single
 from deltafin.ops import has_halves, reference
 from deltafin.weights import Weight
 
@@ -302,6 +302,20 @@ def _few(xs: Tensor, weights: Sequence[Stored]) -> tuple[Tensor, ...]:
     (rows, columns), per = xs.shape, weights[0].per
     sizes = [len(w.codes) for w in weights]
     y = torch.empty(rows, sum(sizes), dtype=xs.dtype, device=xs.device)
+    if rows == 1 and per == INT8 and in_digits(xs, *weights):
+        tiles, programs = digits.shared_out(sizes, 1, 1, xs.device)
+        single.one_row[programs,](
+            xs,
+            tuple(digits.words(w.codes) for w in weights),
+            tuple(w.scales for w in weights),
+            tuple(sizes),
+            y,
+            tiles,
+            COLUMNS=columns,
+            num_warps=digits.WARPS.value,
+            **digits.early(xs.device),
+        )
+        return y.split(sizes, -1)
     if in_digits(xs, *weights):
         tall = 2 if per == MX and min(sizes) >= 32 else 1
         together = digits.at_once(rows, columns, xs.device)
