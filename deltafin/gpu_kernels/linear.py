@@ -26,10 +26,6 @@ F32, BF16, INT8, MX = 1, 2, 4, 8
 
 PER = {torch.float32: F32, torch.bfloat16: BF16, torch.int8: INT8, torch.uint8: MX}
 
-MANY = 1 << 16
-"""Outputs of an int8 weight from which plain products take less time: 285 us for 163840 x 7168, in digits 310 to 350
-(one H200). A narrower one takes the same time either way, a small one a fifth less in digits."""
-
 
 class Stored(NamedTuple):
     """A weight as the kernels read it: numbers in 4 bytes, codes, scales (the codes again where it has none)."""
@@ -302,37 +298,21 @@ def _few(xs: Tensor, weights: Sequence[Stored]) -> tuple[Tensor, ...]:
     (rows, columns), per = xs.shape, weights[0].per
     sizes = [len(w.codes) for w in weights]
     y = torch.empty(rows, sum(sizes), dtype=xs.dtype, device=xs.device)
-    if rows == 1 and per == INT8 and in_digits(xs, *weights):
-        tiles, programs = digits.shared_out(sizes, 1, 1, xs.device)
-        single.one_row[programs,](
-            xs,
-            tuple(digits.words(w.codes) for w in weights),
-            tuple(w.scales for w in weights),
-            tuple(sizes),
-            y,
-            tiles,
-            COLUMNS=columns,
-            num_warps=digits.WARPS.value,
-            **digits.early(xs.device),
-        )
-        return y.split(sizes, -1)
     if in_digits(xs, *weights):
+        codes, scales = (tuple(digits.words(w[i]) for w in weights) for i in (1, 2))
+        alone = rows == 1 and per == INT8 and columns <= single.MOST
         tall = 2 if per == MX and min(sizes) >= 32 else 1
-        together = digits.at_once(rows, columns, xs.device)
+        together = 1 if alone else digits.at_once(rows, columns, xs.device)
         chunks = triton.cdiv(rows, together)
         tiles, programs = digits.shared_out(sizes, tall, chunks, xs.device)
-        digits.few_rows[chunks, programs](
-            xs,
-            rows,
-            tuple(digits.words(w.codes) for w in weights),
-            tuple(digits.words(w.scales) for w in weights),
-            tuple(sizes),
-            y,
-            tiles,
-            COUNT=together,
-            COLUMNS=columns,
-            **digits.options(xs.device, per, tall, 4 if per == INT8 else 3),
-        )
+        if alone:
+            how = digits.early(xs.device) | {"COLUMNS": columns, "num_warps": digits.WARPS.value}
+            single.one_row[programs,](xs, codes, scales, tuple(sizes), y, tiles, **how)
+        else:
+            how = digits.options(xs.device, per, tall, 4 if per == INT8 else 3)
+            digits.few_rows[chunks, programs](
+                xs, rows, codes, scales, tuple(sizes), y, tiles, COUNT=together, COLUMNS=columns, **how
+            )
         return y.split(sizes, -1)
     shape = shape_of(per, columns, sum(sizes), rows)
     together = at_once(rows)
@@ -362,8 +342,7 @@ def in_digits(x: Tensor, *weights: Stored) -> bool:
     """Whether a few rows are multiplied by the tensor cores, in whole numbers: see ``digits``."""
     tensors = [t for w in weights for t in (w.codes, w.scales)]
     per = weights[0].per
-    plain = per == INT8 and len(weights[0].codes) >= MANY
-    return per in (INT8, MX) and not plain and digits.serves(per, x.shape[-1], tensors)
+    return per in (INT8, MX) and digits.serves(per, x.shape[-1], tensors)
 
 
 def aligned(w: Stored) -> bool:
