@@ -1,6 +1,7 @@
 """The residual stream: a plain sum, or attention residuals, behind the same verbs."""
 
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,10 +22,14 @@ class Stream:
 
     def __init__(self, x_BTD: Tensor, eps: float, block: int | None = None, layers: int = 1) -> None:
         self.sums, self.dtype, self.eps = x_BTD[None], x_BTD.dtype, eps
+        self.batch, self.tokens = x_BTD.shape[:2]
         self.finished, self.sublayers, self.per_block = 0, 0, 2 * block if block else None
         if block:
             self.sums = x_BTD.new_empty(2 + (layers - 1) // block, *x_BTD.shape)  # finished ones, then the running one
             self.sums[0] = x_BTD
+        self._ops: Ops | None = None
+        self.rows: Any = None
+        """A few tokens' sums as numpy sees them, [S, N, D], where they are widened: made once, for all sublayers."""
 
     @property
     def prefix(self) -> Tensor:
@@ -34,12 +39,15 @@ class Stream:
     @cached_property
     def few(self) -> bool:
         """Whether it is of few tokens, which are decoded."""
-        return self.sums.shape[2] <= FEW and self.dtype != torch.float64
+        return self.tokens <= FEW and self.dtype != torch.float64
 
     def to(self, ops: Ops) -> None:
         """Go on where the operations are, and in the type that they have a few tokens in."""
-        widens = self.few and ops.widens
+        if ops is self._ops:
+            return
+        widens, self._ops = self.few and ops.widens, ops
         self.sums = moved(self.sums, ops.device).to(torch.float32 if widens else self.dtype)
+        self.rows = self.sums.view(len(self.sums), -1, self.sums.shape[-1]).numpy() if widens else None
 
     def read(self, query_D: Tensor | None, ops: Ops) -> Tensor:
         """Return what the next sublayer sees (before its norm), BTD."""
