@@ -537,6 +537,37 @@ def test_many_rows_of_bfloat16_are_rounded_nowhere_but_at_the_end(form, halves, 
     assert error < 2**-8
 
 
+@given(st.integers(1, 5000))
+def test_rows_for_products_in_bfloat16_have_few_sizes(rows):
+    """Code is made for each size, and stays."""
+    more = many.filled(rows)
+    assert rows <= more <= max(rows + 7, rows * 9 // 8)
+    assert many.filled(more) == more
+    assert len({many.filled(n) % many.ROWS for n in range(rows, rows + many.ROWS)}) == 32
+
+
+def test_a_prompt_multiplies_in_few_sizes_and_means_the_same(monkeypatch):
+    """However its rows are shared out over experts; what fills a size up is seen by nobody."""
+    s, plain, seen = Sizes(5, lambda low, high: high), torch.mm, set[int]()
+    stack = [Expert(*(s.normal(*shape).bfloat16() for shape in ((40, 64), (40, 64), (64, 40)))) for _ in range(24)]
+    x, share = s.normal(700, 64).bfloat16(), torch.rand(700, 3)
+    ids = torch.stack([torch.randperm(n % 22 + 3)[:3].sort().values for n in range(700)])
+
+    def noted(a, b, **out):
+        seen.add(len(a))
+        return plain(a, b, **out)
+
+    monkeypatch.setattr(torch, "mm", noted)
+    monkeypatch.setattr(many, "HALVES", True)
+    got = OPS.experts(x, ids, share, stack.__getitem__, SiLU())
+    assert seen <= {many.filled(n) % many.ROWS or many.ROWS for n in range(1, many.ROWS + 1)}
+    seen.clear()
+    OPS.linear(s.normal(1100, 64).bfloat16(), stack[0].gate)
+    assert seen == {many.ROWS, 80}
+    want = REFERENCE.experts(x.double(), ids, share.double(), stack.__getitem__, SiLU())
+    assert verify.compare((got,), (want,))[1] < verify.BOUNDS["bfloat16"]
+
+
 @pytest.mark.parametrize("shape", [(3, 8), (17, 1)])
 def test_more_rows_than_a_kernel_takes_are_the_references_numbers(folder, shape):
     ids = torch.arange(1, 1 + shape[0] * shape[1]).view(shape) % deltafin.load(folder).config.vocab
