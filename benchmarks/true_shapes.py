@@ -3,7 +3,7 @@
 Run it on a machine with a CUDA GPU: ``python benchmarks/true_shapes.py`` (about five minutes, 80 GB of GPU memory;
 parts by name: ``kernels``, ``linear``, ``cycle``, or one of ``CYCLES``). Weights are random. Launches are captured
 in graphs, each on memory of its own, together many times the cache; times are medians of many replays. The bandwidth
-is that of a large copy in the same run, bytes read and written.
+is that of a large copy in the same run, bytes read and written; attention stands beside a large product as well.
 """
 
 import argparse
@@ -163,6 +163,12 @@ def copy_bandwidth() -> float:
     return 2 * x.nbytes / plainly(partial(y.copy_, x))  # captured, it would go through the slower copy engine
 
 
+def product_speed() -> float:
+    """Operations a second of a large product in bfloat16: what the tensor cores can do."""
+    x, y, out = (torch.randn(8192, 8192, device=GPU).bfloat16() for _ in range(3))
+    return 2 * 8192**3 / plainly(partial(torch.mm, x, y, out=out))
+
+
 def replayed(calls: list[Callable[[], Any]], seconds: float = 0.5) -> float:
     """Return the seconds of one of ``calls``, captured one after the other: the median of replays."""
     for call in calls[:2]:
@@ -214,8 +220,8 @@ def delta_call(table: Ops, tokens: int, dtype: torch.dtype) -> tuple[Callable[[]
     return partial(table.delta_net, *arguments), 2 * s.S_BHVK.nbytes
 
 
-def kernels(table: Ops, copy: float) -> Iterator[tuple[str, float, str]]:
-    """Yield what was measured, its seconds, and how that compares."""
+def kernels(table: Ops, copy: float, product: float) -> Iterator[tuple[str, float, str]]:
+    """Yield what was measured, its seconds, and how that compares with a large copy and a large product."""
 
     def share(moved: float, seconds: float) -> str:
         return f"{moved / seconds / 1e12:.2f} TB/s, {moved / seconds / copy:.0%} of the copy"
@@ -262,9 +268,9 @@ def kernels(table: Ops, copy: float) -> Iterator[tuple[str, float, str]]:
                 for _ in range(1 + (1 << 27) // positions // 576)
             ]
             seconds = replayed([partial(table.attention, q, *cache, up, 128) for cache in caches])
-            flops = 2 * c.heads * positions * (576 + 512)
-            name_ = f"attention, {name}, {positions} positions"
-            yield name_, seconds, f"{share(positions * 1152, seconds)}, {flops / seconds / 1e12:.0f} TFLOP/s"
+            flops = 2 * c.heads * positions * (576 + 512) / seconds
+            how = f"{share(positions * 1152, seconds)}; {flops / 1e12:.0f} TFLOP/s, {flops / product:.0%} of a product"
+            yield f"attention, {name}, {positions} positions", seconds, how
 
 
 # Models -------------------------------------------------------------------------------------------------------------
@@ -334,7 +340,8 @@ def main() -> None:
     torch.cuda.empty_cache()
     if "kernels" in what:
         with torch.inference_mode():
-            for name, seconds, how in kernels(table, speeds[GPU.type]):
+            print(f"a large product in bfloat16: {(product := product_speed()) / 1e12:.0f} TFLOP/s")
+            for name, seconds, how in kernels(table, speeds[GPU.type], product):
                 print(f"{name:44} {1e6 * seconds:10.1f} us  {how}", flush=True)
                 torch.cuda.empty_cache()
     if "linear" in what:
