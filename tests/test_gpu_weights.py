@@ -198,6 +198,17 @@ def test_a_few_rows_have_the_bits_of_one(kind: str, width: int) -> None:
 
 
 @pytest.mark.parametrize("kind", STORE)
+def test_inputs_that_begin_inside_a_word(kind: str) -> None:
+    random = torch.Generator().manual_seed(8)
+    wide, weight = (
+        torch.randn(1, 65, generator=random).bfloat16(),
+        there(STORE[kind](torch.randn(9, 64, generator=random))),
+    )
+    x = there(wide)[:, 1:]
+    assert torch.equal(linear(x, weight), linear(x.clone(), weight))
+
+
+@pytest.mark.parametrize("kind", STORE)
 def test_as_a_large_weight_is_shared_out(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module("deltafin.gpu_kernels.linear")
     shape_of = module.shape_of

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
+from deltafin.gpu_kernels.early import early, let_next, wait
 from deltafin.ops import FEW, has_halves, reference
 from deltafin.quant import MXFP4, Int8
 from deltafin.weights import Weight
@@ -65,14 +66,17 @@ def _absorb(
     PLAIN: constexpr,
     COMMON: constexpr,
     RANKS: constexpr,
+    EARLY: constexpr,
 ):
     """Move a head's queries of all rows into the latent space: RANKS of its channels, and once the common part."""
     h = tl.program_id(0)
     p, r = tl.arange(0, PLAIN), tl.program_id(1) * RANKS + tl.arange(0, RANKS)
     query += h.to(tl.int64) * (plain + common)
-    own = tl.load(query + p, p < plain, 0)  # the next row's is on its way while one is multiplied
     mask = (p < plain)[:, None] & (r < rank)[None, :]
     key_up = stored(up, scales, h * (plain + value) + tl.minimum(p, plain - 1), r, rank, mask, KIND)
+    wait(EARLY)
+    let_next(EARLY)
+    own = tl.load(query + p, p < plain, 0)  # the next row's is on its way while one is multiplied
     j = tl.arange(0, COMMON)
     for n in range(rows):
         q = query + (n * heads).to(tl.int64) * (plain + common)
@@ -118,12 +122,14 @@ def _attend(
     TILE: constexpr,
     SPLITS: constexpr,
     PRECISION: constexpr,
+    EARLY: constexpr,
 ):
     """Attend from GROUP heads of a row to a range of positions: weighted sum of latents, largest score, mass.
 
     Scores are base-2 logarithms. HEADS is GROUP or more, a power of two. Scores are made DEPTH channels at a time:
     what three products of float32 are made of does not fit the registers at once.
     """
+    wait(EARLY)
     split, n = tl.program_id(1), tl.program_id(2)
     seen, size = _range(length, n, tokens, TILE, SPLITS)
     first = split * size
@@ -195,6 +201,7 @@ def _finish(
     TILE: constexpr,
     SPLITS: constexpr,
     GATED: constexpr,
+    EARLY: constexpr,
 ):
     """Merge RANKS channels of a head's ranges and make what they add to its values; the last to arrive adds it up.
 
@@ -202,6 +209,10 @@ def _finish(
     """
     h, n, piece = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     r, v = piece * RANKS + tl.arange(0, RANKS), tl.arange(0, VALUE)
+    row = h * (plain + value) + plain + tl.minimum(v, value - 1)
+    value_up = stored(up, scales, row, r, rank, (v < value)[:, None] & (r < rank)[None, :], KIND)
+    wait(EARLY)
+    let_next(EARLY)
     seen, size = _range(length, n, tokens, TILE, SPLITS)
     s = tl.arange(0, SPLITS)
     used = s < tl.cdiv(seen, size)
@@ -209,8 +220,6 @@ def _finish(
     top = tl.load(tops + place, used, -float("inf"))
     part = tl.load(parts + place[:, None] * rank + r[None, :], used[:, None] & (r < rank)[None, :], 0)
     mass = tl.load(masses + place, used, 0)
-    row = h * (plain + value) + plain + tl.minimum(v, value - 1)
-    value_up = stored(up, scales, row, r, rank, (v < value)[:, None] & (r < rank)[None, :], KIND)
     share = tl.exp2(top - tl.max(top, 0))
     total = tl.sum(part * share[:, None], 0) / tl.sum(mass * share, 0)
     place = n.to(tl.int64) * heads + h
@@ -242,8 +251,11 @@ def _append(
     common,
     RANK: constexpr,
     COMMON: constexpr,
+    EARLY: constexpr,
 ):
     """Store one row's latent, after its norm, and shared key."""
+    wait(EARLY)
+    let_next(EARLY)
     n = tl.program_id(0)
     b, s = (n // tokens).to(tl.int64), (tl.load(length) - tokens + n % tokens).to(tl.int64)
     r, j = tl.arange(0, RANK), tl.arange(0, COMMON)
@@ -477,11 +489,12 @@ def attend_few(
         COMMON=_padded(common),
         RANKS=piece,
         num_warps=2 if storage == DENSE.value else 4,  # 6.1 us and 7.1 (96 heads in bfloat16, one H200)
+        **early(device),
     )
     if hopper:
         views = (hopper.described(x) for x in (*query.split((rank, common), 2), latent_BSR, shared_BSJ))
         steps = (x.stride(0) // x.stride(1) for x in (latent_BSR, shared_BSJ))
-        how = {"GROUP": sizes["GROUP"], "SPLITS": sizes["SPLITS"], "num_warps": hopper.WARPS}
+        how = {"GROUP": sizes["GROUP"], "SPLITS": sizes["SPLITS"], "num_warps": hopper.WARPS} | early(device)
         hopper.attend[programs, splits, rows](
             *(*views, length, parts, tops, masses, *steps, splits, tokens, heads), **how
         )
@@ -494,6 +507,7 @@ def attend_few(
             COMMON=_padded(common),
             PRECISION=_precision(device),
             **sizes,
+            **early(device),
         )
     _finish[heads, rows, pieces](
         *(parts, tops, masses, length, weight, scales),
@@ -505,6 +519,7 @@ def attend_few(
         PIECES=pieces,
         GATED=gate_BTC is not None,
         **cut,
+        **early(device),
     )
     return out
 
@@ -524,6 +539,7 @@ def append(
         *(tokens, rank, common),
         RANK=_padded(rank),
         COMMON=_padded(common),
+        **early(norm_R.device),
     )
 
 

@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.ampere.async_copy import (
     wait_group,
 )
 
+from deltafin.gpu_kernels.early import early, wait
 from deltafin.gpu_kernels.mathematics import activate
 
 WARPS = gl.constexpr(4)
@@ -82,13 +83,6 @@ def _along(SIZE: gl.constexpr, DIM: gl.constexpr, RANK: gl.constexpr, LAYOUT: gl
         if other != DIM:
             x = gl.expand_dims(x, other)
     return x
-
-
-@gluon.jit
-def _wait(EARLY: gl.constexpr):
-    """Wait for the end of the kernel before this one, of which nothing was read so far."""
-    if EARLY:
-        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -279,9 +273,9 @@ def begin(
             )
         rings = rings + ((ring, about),)
     places = _places(COLUMNS, PER, TILES)
-    for early in gl.static_range(SLOTS - 1):
-        _fetch(rings, codes, scales, places, span, gl.to_tensor(early), COLUMNS, PER, TILES, SLOTS)
-    _wait(EARLY)
+    for ahead in gl.static_range(SLOTS - 1):
+        _fetch(rings, codes, scales, places, span, gl.to_tensor(ahead), COLUMNS, PER, TILES, SLOTS)
+    wait(EARLY)
     right = ()
     for n in gl.static_range(COUNT):
         right = right + (_digits(x + gl.minimum(n, last) * COLUMNS, COLUMNS, PER),)
@@ -479,7 +473,7 @@ def few_up(
     left = count - pair
     expert = pair.to(gl.int64)
     if CHOSEN:
-        _wait(EARLY)
+        wait(EARLY)
         expert = gl.load(ids + pair)
         x += pair // CHOSEN * COLUMNS
     else:
@@ -541,7 +535,7 @@ def few_down(
                 value *= gl.load(scales + output)
             gl.store(parts + pair * OUTPUTS + output, value)
     else:
-        _wait(EARLY)
+        wait(EARLY)
 
 
 # Launches -----------------------------------------------------------------------------------------------------------
@@ -554,11 +548,11 @@ ROOM, RINGS = 64 << 10, 52 << 10
 
 
 @cache
-def _chip(device: torch.device) -> tuple[bool, bool, int, int]:
-    """Return whether a device has the cores, may start kernels early, its multiprocessors, and columns that fit."""
+def _chip(device: torch.device) -> tuple[bool, int, int]:
+    """Return whether a device has the cores, its multiprocessors, and columns that fit."""
     about = torch.cuda.get_device_properties(device)
     room = min(ROOM, about.shared_memory_per_block_optin - RINGS)
-    return about.major >= 8, about.major >= 9, about.multi_processor_count, room // 4
+    return about.major >= 8, about.multi_processor_count, room // 4
 
 
 def serves(per: int, columns: int, weights: Sequence[Tensor]) -> bool:
@@ -567,19 +561,13 @@ def serves(per: int, columns: int, weights: Sequence[Tensor]) -> bool:
     rows = min(codes.shape[-2] for codes in weights[::2])
     if not there or per not in (4, 8) or columns % PIECE.value or rows < TALL.value:
         return False
-    able, _, _, most = _chip(weights[0].device)
+    able, _, most = _chip(weights[0].device)
     return able and columns <= most
 
 
 def words(codes: Tensor) -> Tensor:
     """See codes, or scales of MXFP4, as the words that are fetched."""
     return codes if codes.dtype == torch.float32 else codes.view(torch.int32)
-
-
-def early(device: torch.device) -> dict[str, Any]:
-    """What a launch says whose kernel waits for the one before by itself: it may start early, where chips do that."""
-    able = _chip(device)[1]
-    return {"EARLY": able, "launch_pdl": able}
 
 
 def options(device: torch.device, per: int, tall: int, slots: int) -> dict[str, Any]:
@@ -589,11 +577,11 @@ def options(device: torch.device, per: int, tall: int, slots: int) -> dict[str, 
 
 def at_once(rows: int, columns: int, device: torch.device) -> int:
     """How many of a few rows a program takes: their digits share its memory."""
-    return min(4, 1 << (rows - 1).bit_length(), 1 << (_chip(device)[3] // columns).bit_length() - 1)
+    return min(4, 1 << (rows - 1).bit_length(), 1 << (_chip(device)[2] // columns).bit_length() - 1)
 
 
 def shared_out(outputs: Sequence[int], tall: int, others: int, device: torch.device) -> tuple[int, int]:
     """How many tiles a program has, and how many programs that makes; ``others`` do the same for other rows."""
     tiles = sum(-(-n // (TALL.value * tall)) for n in outputs)
-    each = -(-tiles // max(1, PROGRAMS * _chip(device)[2] // others))
+    each = -(-tiles // max(1, PROGRAMS * _chip(device)[1] // others))
     return each, sum(-(-n // (TALL.value * tall * each)) for n in outputs)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from deltafin.config import Activation, SiTU
 from deltafin.gpu_kernels import digits
+from deltafin.gpu_kernels.early import early, let_next, wait
 from deltafin.gpu_kernels.linear import (
     ROWS,
     Stored,
@@ -16,10 +17,12 @@ from deltafin.gpu_kernels.linear import (
     at_once,
     dots,
     few,
+    few_rows,
     in_digits,
     linear,
     pieces,
     product,
+    rows_of,
     shape_of,
     stored,
     tile,
@@ -55,12 +58,14 @@ def _few_up(
     ALIGNED: tl.constexpr,
     COUNT: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Some inner channels of one (row, expert) pair, or with CHOSEN 0 of the one expert for all rows: float32."""
     pair = tl.program_id(1) * COUNT
     left = count - pair
     expert = pair.to(tl.int64)
     if CHOSEN:
+        wait(EARLY)
         expert = tl.load(ids + pair)
         x += pair // CHOSEN * COLUMNS
     else:
@@ -71,9 +76,26 @@ def _few_up(
         row = expert * WIDTH
         last = left - 1
         gates = dots(
-            x, last, gate, gate_scales, row, first, WIDTH, COLUMNS, PER, BLOCK, BATCH, QUADS, ALIGNED, COUNT, STAGES
+            x,
+            last,
+            gate,
+            gate_scales,
+            row,
+            first,
+            WIDTH,
+            COLUMNS,
+            PER,
+            BLOCK,
+            BATCH,
+            QUADS,
+            ALIGNED,
+            COUNT,
+            STAGES,
+            EARLY,
         )
-        ups = dots(x, last, up, up_scales, row, first, WIDTH, COLUMNS, PER, BLOCK, BATCH, QUADS, ALIGNED, COUNT, STAGES)
+        ups = dots(
+            x, last, up, up_scales, row, first, WIDTH, COLUMNS, PER, BLOCK, BATCH, QUADS, ALIGNED, COUNT, STAGES, EARLY
+        )
         for n in tl.static_range(COUNT):
             for i in tl.static_range(BATCH):
                 channel = first + i * BLOCK + tl.arange(0, BLOCK)
@@ -102,15 +124,18 @@ def _few_down(
     QUADS: tl.constexpr,
     ALIGNED: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    """Some outputs of one (row, expert) pair, weighted."""
+    """Some outputs of one (row, expert) pair, weighted. ``_few_up`` came before: ids are there already."""
     pair = tl.program_id(1)
     expert = tl.load(ids + pair)
     if expert >= 0:
         first = tl.program_id(0) * BATCH * BLOCK
         row = expert * OUTPUTS
         h += pair * COLUMNS
-        sums = dots(h, 0, down, scales, row, first, OUTPUTS, COLUMNS, PER, BLOCK, BATCH, QUADS, ALIGNED, 1, STAGES)
+        sums = dots(
+            h, 0, down, scales, row, first, OUTPUTS, COLUMNS, PER, BLOCK, BATCH, QUADS, ALIGNED, 1, STAGES, EARLY
+        )
         weight = tl.load(weights + pair).to(tl.float32)
         for i in tl.static_range(BATCH):
             output = first + i * BLOCK + tl.arange(0, BLOCK)
@@ -118,6 +143,8 @@ def _few_down(
             if PER == 4:
                 value *= tl.load(scales + row + tl.minimum(output, OUTPUTS - 1))
             tl.store(parts + pair * OUTPUTS + output, value, mask=output < OUTPUTS)
+    else:
+        wait(EARLY)
 
 
 def limits(activation: Activation) -> tuple[float, float]:
@@ -157,6 +184,7 @@ def _inner(xs: Tensor, ids: Tensor | None, gate: Stored, up: Stored, activation:
         STAGES=shape.stages,
         num_warps=shape.warps,
         enable_fp_fusion=False,
+        **early(xs.device),
     )
     return h
 
@@ -226,9 +254,10 @@ def _few(
             STAGES=shape.stages,
             num_warps=shape.warps,
             enable_fp_fusion=False,
+            **early(xs.device),
         )
     y = torch.empty(rows, outputs, dtype=dtype, device=xs.device)
-    _sum_places[triton.cdiv(outputs, 128), rows](parts, ids, y, 0, outputs, chosen, outputs, 128)
+    _sum_places[triton.cdiv(outputs, 128), rows](*(parts, ids, y, 0, outputs, chosen, outputs, 128), **early(xs.device))
     return y
 
 
@@ -344,8 +373,20 @@ def _many_down(
 
 
 @triton.jit
-def _sum_places(parts, ids, y, begin_output, width, CHOSEN: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_places(
+    parts,
+    ids,
+    y,
+    begin_output,
+    width,
+    CHOSEN: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     """The sum of a row's parts, place by place."""
+    wait(EARLY)
+    let_next(EARLY)
     n = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     sums = tl.zeros((BLOCK,), tl.float32)
@@ -401,7 +442,9 @@ def _many(
             BLOCK=128,
             **common,
         )
-        _sum_places[triton.cdiv(slice_, 512), rows](parts, ids, y, begin, slice_, chosen, outputs, 512)
+        _sum_places[triton.cdiv(slice_, 512), rows](
+            *(parts, ids, y, begin, slice_, chosen, outputs, 512), **early(xs.device)
+        )
     return y
 
 
@@ -423,7 +466,7 @@ def experts(
     about = [stored(w) for w in (expert.gate, expert.up, expert.down)]
     if None in about or about[0].per != about[1].per:  # type: ignore[union-attr]
         return reference.experts(x_NM, ids_NE, weight_NE, expert, activation, dtype)
-    args = (x_NM.contiguous(), ids_NE.contiguous(), weight_NE.contiguous(), about, activation, dtype or x_NM.dtype)
+    args = (rows_of(x_NM), ids_NE.contiguous(), weight_NE.contiguous(), about, activation, dtype or x_NM.dtype)
     return _few(*args) if len(x_NM) <= ROWS else _many(*args)  # type: ignore[arg-type]
 
 
@@ -444,10 +487,10 @@ def _stacked(weights: list[Weight]) -> Weight:
 
 def gated(x: Tensor, gate: Weight, up: Weight, down: Weight, kind: Activation) -> Tensor:
     """See ``reference.gated``."""
-    a, b = stored(gate), stored(up)
-    if x.dtype not in (torch.float32, torch.bfloat16) or a is None or b is None:
+    a, b, c = stored(gate), stored(up), stored(down)
+    if x.dtype not in (torch.float32, torch.bfloat16) or a is None or b is None or c is None:
         return reference.gated(x, gate, up, down, kind)
     if few(x) and a.per == b.per:
-        h = _inner(x.reshape(-1, x.shape[-1]).contiguous(), None, a, b, kind)
-        return linear(h, down).to(x.dtype).view(*x.shape[:-1], -1)
+        h = _inner(rows_of(x), None, a, b, kind)
+        return few_rows(h, [c], x.dtype)[0].view(*x.shape[:-1], -1)
     return linear(reference.activate(linear(x, gate), linear(x, up), kind), down)

@@ -19,6 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from deltafin.gpu_kernels.early import wait
+
 RANK, COMMON = gl.constexpr(512), gl.constexpr(64)
 """Channels of a latent and of a shared key: those of Kimi's models, and all that is read here."""
 
@@ -221,12 +223,14 @@ def attend(
     heads,
     GROUP: gl.constexpr,
     SPLITS: gl.constexpr,
+    EARLY: gl.constexpr,
 ):
     """Attend from GROUP heads of a row to a range of positions. All as in ``attention._attend``, in bfloat16.
 
     ``query`` and its ``common`` channels, ``latent`` and ``shared`` are ``described``, the latter two with so many rows
     a batch. What a program makes of the heads behind its own is not kept.
     """
+    wait(EARLY)
     split, n = gl.program_id(1), gl.program_id(2)
     seen = gl.load(length) - tokens + n % tokens + 1
     size = gl.cdiv(gl.cdiv(seen, TILE), SPLITS) * TILE

@@ -12,7 +12,8 @@ from typing import Any
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from deltafin.gpu_kernels.digits import PIECE, TALL, WARPS, _along, _planes, _power, _steps, _wait
+from deltafin.gpu_kernels.digits import PIECE, TALL, WARPS, _along, _planes, _power, _steps
+from deltafin.gpu_kernels.early import wait
 
 MOST = 8192
 """Columns of a row at most: with 12,288 this form takes 44 us for 7168 outputs, ``digits`` 31 (one H200)."""
@@ -165,7 +166,7 @@ def one_row(x, codes, scales, outputs, y, tiles, EARLY: gl.constexpr, COLUMNS: g
     ahead = ()
     for step in gl.static_range(min(DEEP, _block(COLUMNS))):
         ahead = ahead + (_load(at, step, COLUMNS),)
-    _wait(EARLY)
+    wait(EARLY)
     digits = _digits(x, COLUMNS)
     gl.thread_barrier()
     coming = (at, ahead)

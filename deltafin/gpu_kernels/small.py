@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
+from deltafin.gpu_kernels.early import early, let_next, wait
 from deltafin.gpu_kernels.linear import ROWS
 from deltafin.ops import reference
 from deltafin.weights import Weight
@@ -17,13 +18,15 @@ KNOWN = (torch.float32, torch.bfloat16)
 
 
 @triton.jit
-def _rms_norm(x, weight, y, width, eps, WIDTH: constexpr):
+def _rms_norm(x, weight, y, width, eps, WIDTH: constexpr, EARLY: constexpr):
     n, i = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    w = tl.load(weight + i, i < width, 0)
+    wait(EARLY)
+    let_next(EARLY)
     raw = tl.load(x + n * width + i, i < width, 0)
     a = raw.to(tl.float32)
     a = (a * tl.rsqrt(tl.sum(a * a, 0) / width + eps)).to(raw.dtype).to(tl.float32)
-    w = tl.load(weight + i, i < width, 0).to(raw.dtype).to(tl.float32)
-    tl.store(y + n * width + i, a * w, i < width)
+    tl.store(y + n * width + i, a * w.to(raw.dtype).to(tl.float32), i < width)
 
 
 def _warps(width: int) -> int:
@@ -37,22 +40,26 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return reference.rms_norm(x, weight, eps)
     x, width = x.contiguous(), x.shape[-1]
     y, block = torch.empty_like(x), triton.next_power_of_2(width)
-    _rms_norm[(x.numel() // width,)](x, weight, y, width, eps, WIDTH=block, num_warps=_warps(block))
+    _rms_norm[(x.numel() // width,)](x, weight, y, width, eps, WIDTH=block, num_warps=_warps(block), **early(x.device))
     return y
 
 
 @triton.jit
-def _scores(sources, query, scores, rows, width, eps, WIDTH: constexpr):
+def _scores(sources, query, scores, rows, width, eps, WIDTH: constexpr, EARLY: constexpr):
     """Score one depth of one row."""
     place, i = tl.program_id(1).to(tl.int64) * rows + tl.program_id(0), tl.arange(0, WIDTH)
-    x = tl.load(sources + place * width + i, i < width, 0).to(tl.float32)
     q = tl.load(query + i, i < width, 0).to(tl.float32)
+    wait(EARLY)
+    let_next(EARLY)
+    x = tl.load(sources + place * width + i, i < width, 0).to(tl.float32)
     tl.store(scores + place, tl.sum(x * q, 0) * tl.rsqrt(tl.sum(x * x, 0) / width + eps))
 
 
 @triton.jit
-def _mix(sources, scores, y, depths, rows, width, DEPTHS: constexpr, PART: constexpr):
+def _mix(sources, scores, y, depths, rows, width, DEPTHS: constexpr, PART: constexpr, EARLY: constexpr):
     """Mix PART channels of one row."""
+    wait(EARLY)
+    let_next(EARLY)
     n, d = tl.program_id(0).to(tl.int64), tl.arange(0, DEPTHS)
     c = tl.program_id(1) * PART + tl.arange(0, PART)
     place = d * rows + n
@@ -71,20 +78,22 @@ def mix_depth(sources: Tensor, query_D: Tensor, eps: float) -> Tensor:
     y = torch.empty_like(sources[0])
     rows, block = y.numel() // width, triton.next_power_of_2(width)
     scores = torch.empty(depths, rows, device=y.device)
-    _scores[rows, depths](sources, query_D, scores, rows, width, eps, WIDTH=block, num_warps=_warps(block))
-    part = min(128, block)
+    part, how = min(128, block), early(y.device)
+    _scores[rows, depths](sources, query_D, scores, rows, width, eps, WIDTH=block, num_warps=_warps(block), **how)
     _mix[rows, triton.cdiv(width, part)](
-        *(sources, scores, y, depths, rows, width), DEPTHS=triton.next_power_of_2(depths), PART=part
+        *(sources, scores, y, depths, rows, width), DEPTHS=triton.next_power_of_2(depths), PART=part, **how
     )
     return y
 
 
 @triton.jit(do_not_specialize=["rows"])  # one program for any number of rows: the same bits
-def _logits(x, gate, y, rows, width, experts, EXPERTS: constexpr, WIDTH: constexpr):
+def _logits(x, gate, y, rows, width, experts, EXPERTS: constexpr, WIDTH: constexpr, EARLY: constexpr):
     """The logits of EXPERTS experts: products and sums in float32."""
     e, i = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS), tl.arange(0, WIDTH)
     here = (e < experts)[:, None] & (i < width)[None, :]
     w = tl.load(gate + e.to(tl.int64)[:, None] * width + i[None, :], here, 0).to(tl.float32)
+    wait(EARLY)
+    let_next(EARLY)
     for n in tl.range(0, rows, num_stages=3):
         a = tl.load(x + n * width + i, i < width, 0).to(tl.float32)
         tl.store(y + n * experts + e, tl.sum(w * a[None, :], 1), e < experts)
@@ -102,11 +111,15 @@ def _choose(
     PLACES: constexpr,
     EXPERTS: constexpr,
     RENORMALIZE: constexpr,
+    EARLY: constexpr,
 ):
     """Choose a row's experts: the largest first, by whole numbers that are ordered as the scores are."""
     n, e = tl.program_id(0).to(tl.int64), tl.arange(0, EXPERTS)
+    own = tl.load(bias + e, e < experts, 0).to(tl.float32)
+    wait(EARLY)
+    let_next(EARLY)
     score = 1 / (1 + tl.exp(-tl.load(logits + n * experts + e, e < experts, 0)))
-    ranked = score + tl.load(bias + e, e < experts, 0).to(tl.float32)
+    ranked = score + own
     bits = ranked.to(tl.int32, bitcast=True)
     order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     order = tl.where(ranked != ranked, 0x7FFFFFFF, order)  # not a number: chosen before all, so that it is seen
@@ -138,6 +151,7 @@ def route(
             EXPERTS=EXPERTS,
             WIDTH=block,
             num_warps=_warps(EXPERTS * block),
+            **early(x_ND.device),
         )
     else:
         logits = reference.linear(x_ND.float(), gate_XD)
@@ -150,5 +164,6 @@ def route(
         EXPERTS=max(2, triton.next_power_of_2(experts)),
         RENORMALIZE=renormalize,
         num_warps=4,
+        **early(x_ND.device),
     )
     return ids, weights
