@@ -9,10 +9,14 @@ import triton.language as tl
 from torch import Tensor
 
 from deltafin.gpu_kernels import prompt
+from deltafin.gpu_kernels.early import early, wait
 from deltafin.ops import FEW, DeltaState, DeltaWeights, has_halves, reference
 
 CHUNK = 64
 """Tokens whose writes to the state are solved for together in prefill; half as many where products are of float32."""
+
+AHEAD = tl.constexpr(3)
+"""Tokens of a few whose inputs are on their way."""
 
 BLOCK = 16
 """Tokens of a chunk whose triangular system is solved token by token; larger ones are put together from these."""
@@ -72,6 +76,18 @@ def _convolved(x, stride, taps, of_channel, of_tap, tail, all_channels, channel,
     return y * _sigmoid(y)
 
 
+@triton.jit
+def _one_of(role, q, k, v, decay):
+    """What belongs to a role: 0 is a query, 1 a key, 2 a value, 3 a decay."""
+    return tl.where(role == 0, q, tl.where(role == 1, k, tl.where(role == 2, v, decay)))
+
+
+@triton.jit
+def _over_keys(x):
+    """Sum [values, pieces, LANES] to [values]."""
+    return tl.sum(tl.sum(x, 1), 1)
+
+
 @_launched(do_not_specialize=_PLAIN, do_not_specialize_on_alignment=CHANNELS)
 def _few_tokens(
     q,
@@ -114,80 +130,103 @@ def _few_tokens(
     W: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
-    BW: tl.constexpr,
     ROWS: tl.constexpr,
     LANES: tl.constexpr,
     PER_CHANNEL: tl.constexpr,
     FLOORED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    """One key head with all its value heads: nobody else reads or writes its state and tails."""
+    """One key head with all its value heads: nobody else reads or writes its state and tails.
+
+    All that is read of memory is asked for at once; what a token takes of its inputs is made by threads that each have
+    one channel of the query, the key, the value or the decay.
+    """
     key_head, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     key_heads = tl.num_programs(0)
     heads = key_heads * GROUPS
-    i, o = tl.arange(0, BK)[None, :], tl.arange(0, BV)[None, :]
-    is_key, is_value = i < K, o < V
-    key = key_head * K + i
-    row, kept = tl.arange(0, ROWS)[:, None], tl.arange(0, BW)[:, None]
-    live, is_kept, old = row < tokens, kept < W - 1, tokens - (W - 1) + kept
-    q += b * q_batch
-    k += b * k_batch
-    v += b * v_batch
-    q_tail += b * (W - 1) * key_heads * K
-    k_tail += b * (W - 1) * key_heads * K
-    v_tail += b * (W - 1) * heads * V
-    queries = _convolved(q, q_token, q_conv, W, 1, q_tail, key_heads * K, key, live & is_key, row, True, W)
-    keys = _convolved(k, k_token, k_conv, W, 1, k_tail, key_heads * K, key, live & is_key, row, True, W)
-    q_kept = _inputs(q, q_token, q_tail, key_heads * K, key, is_kept & is_key, old, True, W)
-    k_kept = _inputs(k, k_token, k_tail, key_heads * K, key, is_kept & is_key, old, True, W)
-    norms = tl.load(norm + o, mask=is_value, other=0.0)
+    C: tl.constexpr = max(BK, BV)
+    place = tl.arange(0, 4 * C)
+    role, c = place // C, place % C
+    is_value, is_decay = role == 2, role == 3
+    live = c < tl.where(is_value, V, K)
+    is_input = live & (role < 3)
+    channels = tl.where(is_value, heads * V, key_heads * K)
+    taps_at = _one_of(role, q_conv, k_conv, v_conv, v_conv)
+    tails_at = _one_of(role, q_tail, k_tail, v_tail, v_tail) + b * (W - 1) * channels
+    inputs_at = _one_of(role, q + b * q_batch, k + b * k_batch, v + b * v_batch, decay + b * decay_batch)
+    stride = _one_of(role, q_token, k_token, v_token, decay_token)
     # The state's keys are cut in pieces, [values, pieces, LANES]: a thread then holds the same place of all pieces of a
     # row, and sums over keys cross few threads.
     n = tl.arange(0, BK // LANES)[None, :, None] * LANES + tl.arange(0, LANES)[None, None, :]
     m = tl.arange(0, BV)
     inside = (m < V)[:, None, None] & (n < K)
+    row, o = tl.arange(0, ROWS)[:, None], tl.arange(0, BV)[None, :]
+    is_output = (row < tokens) & (o < V)
+    SIZE: tl.constexpr = 4 * C + BV + 4  # of which the last 3 only keep the next in whole pieces of 16 bytes
+    tl.assume(tokens > 0)
+    wait(EARLY)
+    norms = tl.load(norm + o, mask=o < V, other=0.0)
     for group in range(GROUPS):
         head = key_head * GROUPS + group
+        channel = tl.where(is_value, head * V, key_head * K) + c
+        # Numbers of a head's decay: K of them, or one that all its channels share.
+        rate = head * K + c if PER_CHANNEL else head + c * 0
+        x_at = inputs_at + tl.where(is_decay, rate, channel)
+        ahead = ()
+        for t in tl.static_range(AHEAD):
+            ahead = ahead + (tl.load(x_at + t * stride, mask=live & (t < tokens), other=0.0),)
+        window = ()
+        for j in tl.static_range(W - 1):
+            window = window + (tl.load(tails_at + j * channels + channel, mask=is_input, other=0.0),)
+        taps = ()
+        for j in tl.static_range(W):
+            taps = taps + (tl.load(taps_at + channel * W + j, mask=is_input, other=0.0),)
+        bias = tl.load(decay_bias + rate, mask=live & is_decay, other=0.0)
+        log = tl.load(decay_log + head)
+        gates = tl.load(gate + b * gate_batch + row * gate_token + head * V + o, mask=is_output, other=0.0)
+        strength = tl.load(beta + b * beta_batch + row * beta_token + head, mask=row < tokens, other=0.0)
         cells = S + (b * heads + head) * V * K + m[:, None, None] * K + n
         state = tl.load(cells, mask=inside, other=0.0)
-        value = head * V + o
-        values = _convolved(v, v_token, v_conv, W, 1, v_tail, heads * V, value, live & is_value, row, True, W)
-        v_kept = _inputs(v, v_token, v_tail, heads * V, value, is_kept & is_value, old, True, W)
-        # Numbers of a head's decay: K of them, or one that all its channels share.
-        rate = head * K + i if PER_CHANNEL else head + i * 0
-        z = tl.load(decay + b * decay_batch + row * decay_token + rate, mask=live & is_key, other=0.0).to(tl.float32)
-        bias = tl.load(decay_bias + rate, mask=is_key, other=0.0)
-        log = tl.load(decay_log + head)
-        gates = tl.load(gate + b * gate_batch + row * gate_token + value, mask=live & is_value, other=0.0).to(
-            tl.float32
-        )
-        raw = tl.load(beta + b * beta_batch + row * beta_token + head, mask=live, other=0.0).to(tl.float32)
-        qs = queries * (tl.rsqrt(tl.sum(queries * queries, 1) + 1e-6) * scale)[:, None]
-        ks = keys * tl.rsqrt(tl.sum(keys * keys, 1) + 1e-6)[:, None]
         # The prepared tokens pass through memory: each thread takes from there what its part of the state needs.
-        place = prepared + ((b * heads + head) * ROWS + row) * (3 * K + 2 * V + 4)
-        tl.store(place + i, qs, mask=is_key)
-        tl.store(place + K + i, ks, mask=is_key)
-        tl.store(place + 2 * K + i, tl.exp(_log_decay(z, bias, log, floor, FLOORED)), mask=is_key)
-        tl.store(place + 3 * K + o, values, mask=is_value)
-        tl.store(place + 3 * K + V + o, norms * _sigmoid(gates), mask=is_value)
-        tl.store(place + 3 * K + 2 * V, _sigmoid(raw))
-        tl.debug_barrier()
-        # All threads have read the old tails as well.
-        tl.store(v_tail + kept * heads * V + value, v_kept, mask=is_kept & is_value)
-        token = prepared + (b * heads + head) * ROWS * (3 * K + 2 * V + 4)
+        to = prepared + (b * heads + head) * ROWS * SIZE
+        tl.store(to + row * SIZE + 4 * C + o, norms * _sigmoid(gates.to(tl.float32)), mask=is_output)
+        tl.store(to + row * SIZE + 4 * C + BV, _sigmoid(strength.to(tl.float32)), mask=row < tokens)
         for t in range(tokens):
-            kt = tl.load(token + K + n, mask=n < K, other=0.0)
-            state *= tl.load(token + 2 * K + n, mask=n < K, other=0.0)
-            vt = tl.load(token + 3 * K + m, mask=m < V, other=0.0)
-            error = tl.load(token + 3 * K + 2 * V) * (vt - tl.sum(tl.sum(state * kt, 1), 1))
+            z = ahead[0].to(tl.float32)
+            x_at += stride
+            then = x_at + (AHEAD - 1) * stride
+            ahead = ahead[1:] + (tl.load(then, mask=live & (t + AHEAD < tokens), other=0.0),)
+            y = tl.zeros(z.shape, tl.float32)
+            window = window + (z,)
+            for j in tl.static_range(W):
+                y += taps[j] * window[j]
+            window = window[1:]
+            y = tl.where(is_decay, tl.exp(_log_decay(z, bias, log, floor, FLOORED)), y * _sigmoid(y))
+            tl.store(to + place, y, mask=live)
+            to += SIZE
+        tl.debug_barrier()
+        # All threads have read the old tails as well; those of queries and keys are other groups' too.
+        for j in tl.static_range(W - 1):
+            done = is_input & (is_value | (group == GROUPS - 1))
+            tl.store(tails_at + j * channels + channel, window[j], mask=done)
+        token = prepared + (b * heads + head) * ROWS * SIZE
+        for t in range(tokens):
+            kt = tl.load(token + C + n, mask=n < K, other=0.0)
+            qt = tl.load(token + n, mask=n < K, other=0.0)
+            state *= tl.load(token + 3 * C + n, mask=n < K, other=0.0)
+            vt = tl.load(token + 2 * C + m, mask=m < V, other=0.0)
+            factor = tl.load(token + 4 * C + m, mask=m < V, other=0.0)
+            write = tl.load(token + 4 * C + BV)
+            k_norm = tl.rsqrt(_over_keys(tl.broadcast_to(kt * kt, state.shape)) + 1e-6)
+            q_norm = tl.rsqrt(_over_keys(tl.broadcast_to(qt * qt, state.shape)) + 1e-6) * scale
+            # What the state answers after its change is what it answers before, and what the change does.
+            error = write * k_norm * (vt - k_norm * _over_keys(state * kt))
+            y = q_norm * (_over_keys(state * qt) + error * _over_keys(tl.broadcast_to(kt * qt, state.shape)))
             state += error[:, None, None] * kt
-            y = tl.sum(tl.sum(state * tl.load(token + n, mask=n < K, other=0.0), 1), 1)
-            y *= tl.rsqrt(tl.sum(y * y) / V + eps) * tl.load(token + 3 * K + V + m, mask=m < V, other=0.0)
+            tl.store(cells, state, mask=inside & (t + 1 == tokens))
+            y *= tl.rsqrt(tl.sum(y * y) / V + eps) * factor
             tl.store(out + ((b * tokens + t) * heads + head) * V + m, y, mask=m < V)
-            token += 3 * K + 2 * V + 4
-        tl.store(cells, state, mask=inside)
-    tl.store(q_tail + kept * key_heads * K + key, q_kept, mask=is_kept & is_key)
-    tl.store(k_tail + kept * key_heads * K + key, k_kept, mask=is_kept & is_key)
+            token += SIZE
 
 
 @triton.jit
@@ -565,23 +604,24 @@ def _few(
     inputs: tuple[Tensor, ...], w: DeltaWeights, s: DeltaState, floor: float | None, eps: float, out: Tensor
 ) -> None:
     sizes = _sizes(w, s, floor)
-    batch, heads, value, key = s.S_BHVK.shape
+    batch, heads, _, key = s.S_BHVK.shape
+    size = 4 * max(sizes["BK"], sizes["BV"]) + sizes["BV"] + 4
     _few_tokens[(heads // sizes["GROUPS"], batch)](
         *inputs,
         *_strides(inputs),
         *w,
         *s,
-        out.new_empty(batch, heads, FEW, 3 * key + 2 * value + 4, dtype=torch.float32),
+        out.new_empty(batch, heads, FEW, size, dtype=torch.float32),
         out,
         inputs[0].shape[1],
         floor or 0.0,
         eps,
         key**-0.5,
         **sizes,
-        BW=triton.next_power_of_2(sizes["W"]),
         ROWS=FEW,
         LANES=min(32, sizes["BK"]),
-        num_warps=max(1, min(16, sizes["BK"] * sizes["BV"] // 1024)),
+        num_warps=max(1, min(8, sizes["BK"] * sizes["BV"] // 1024)),
+        **early(out.device),
     )
 
 
