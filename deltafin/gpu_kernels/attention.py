@@ -75,7 +75,6 @@ def _absorb(
     mask = (p < plain)[:, None] & (r < rank)[None, :]
     key_up = stored(up, scales, h * (plain + value) + tl.minimum(p, plain - 1), r, rank, mask, KIND)
     wait(EARLY)
-    let_next(EARLY)
     own = tl.load(query + p, p < plain, 0)  # the next row's is on its way while one is multiplied
     j = tl.arange(0, COMMON)
     for n in range(rows):

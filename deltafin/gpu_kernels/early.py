@@ -21,7 +21,9 @@ def wait(EARLY: tl.constexpr):
 def let_next(EARLY: tl.constexpr):
     """Let the next kernel start, up to its own wait: it asks for its weights, while this one goes on.
 
-    That is for short kernels. While one keeps memory busy, what the next asks for is in its way.
+    That is for short kernels, and not before large ones that wait at once: their programs are then spread unevenly over
+    the chip (16 experts of Kimi K3 in MXFP4: 112 us instead of 101). While a kernel keeps memory busy, what the next
+    one asks for is in its way.
     """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()

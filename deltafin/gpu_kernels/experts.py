@@ -9,7 +9,7 @@ from torch import Tensor
 
 from deltafin.config import Activation, SiTU
 from deltafin.gpu_kernels import digits
-from deltafin.gpu_kernels.early import early, let_next, wait
+from deltafin.gpu_kernels.early import early, wait
 from deltafin.gpu_kernels.linear import (
     ROWS,
     Stored,
@@ -386,7 +386,6 @@ def _sum_places(
 ):
     """The sum of a row's parts, place by place."""
     wait(EARLY)
-    let_next(EARLY)
     n = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     sums = tl.zeros((BLOCK,), tl.float32)

@@ -50,7 +50,6 @@ def _scores(sources, query, scores, rows, width, eps, WIDTH: constexpr, EARLY: c
     place, i = tl.program_id(1).to(tl.int64) * rows + tl.program_id(0), tl.arange(0, WIDTH)
     q = tl.load(query + i, i < width, 0).to(tl.float32)
     wait(EARLY)
-    let_next(EARLY)
     x = tl.load(sources + place * width + i, i < width, 0).to(tl.float32)
     tl.store(scores + place, tl.sum(x * q, 0) * tl.rsqrt(tl.sum(x * x, 0) / width + eps))
 
@@ -117,7 +116,6 @@ def _choose(
     n, e = tl.program_id(0).to(tl.int64), tl.arange(0, EXPERTS)
     own = tl.load(bias + e, e < experts, 0).to(tl.float32)
     wait(EARLY)
-    let_next(EARLY)
     score = 1 / (1 + tl.exp(-tl.load(logits + n * experts + e, e < experts, 0)))
     ranked = score + own
     bits = ranked.to(tl.int32, bitcast=True)
