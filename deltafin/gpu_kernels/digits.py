@@ -580,8 +580,10 @@ def at_once(rows: int, columns: int, device: torch.device) -> int:
     return min(4, 1 << (rows - 1).bit_length(), 1 << (_chip(device)[2] // columns).bit_length() - 1)
 
 
-def shared_out(outputs: Sequence[int], tall: int, others: int, device: torch.device) -> tuple[int, int]:
+def shared_out(
+    outputs: Sequence[int], tall: int, others: int, device: torch.device, most: int = 1 << 20
+) -> tuple[int, int]:
     """How many tiles a program has, and how many programs that makes; ``others`` do the same for other rows."""
     tiles = sum(-(-n // (TALL.value * tall)) for n in outputs)
-    each = -(-tiles // max(1, PROGRAMS * _chip(device)[1] // others))
+    each = min(most, -(-tiles // max(1, PROGRAMS * _chip(device)[1] // others)))
     return each, sum(-(-n // (TALL.value * tall * each)) for n in outputs)

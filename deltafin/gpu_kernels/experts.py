@@ -8,9 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from deltafin.config import Activation, SiTU
-from deltafin.gpu_kernels import digits
+from deltafin.gpu_kernels import digits, nibbles
 from deltafin.gpu_kernels.early import early, wait
 from deltafin.gpu_kernels.linear import (
+    MX,
     ROWS,
     Stored,
     aligned,
@@ -193,6 +194,22 @@ def _inner_in_digits(xs: Tensor, ids: Tensor | None, gate: Stored, up: Stored, a
     (rows, columns), width = xs.shape, gate.codes.shape[-2]
     chosen = 0 if ids is None else ids.shape[1]
     h = torch.empty(rows * max(1, chosen), width, device=xs.device)
+    if ids is not None and gate.per == MX:
+        tiles, programs = digits.shared_out([width], 1, len(h), xs.device, nibbles.MOST.value)
+        nibbles.few_up[len(h), programs](
+            xs,
+            ids,
+            *(digits.words(t) for t in (gate.codes, gate.scales, up.codes, up.scales)),
+            h,
+            *limits(activation),
+            tiles,
+            CHOSEN=chosen,
+            WIDTH=width,
+            COLUMNS=columns,
+            SATURATES=isinstance(activation, SiTU),
+            **nibbles.options(xs.device),
+        )
+        return h
     together = 1 if chosen else digits.at_once(rows, columns, xs.device)
     chunks = triton.cdiv(len(h), together)
     tiles, programs = digits.shared_out([width], 1, chunks, xs.device)
@@ -221,7 +238,21 @@ def _few(
     h = _inner(xs, ids, gate, up, activation)
     (rows, chosen), outputs = ids.shape, down.codes.shape[1]
     parts = torch.empty(len(h), outputs, device=xs.device)
-    if in_digits(h, down):
+    if in_digits(h, down) and down.per == MX:
+        tiles, programs = digits.shared_out([outputs], 1, len(h), xs.device, nibbles.MOST.value)
+        nibbles.few_down[len(h), programs](
+            h,
+            ids,
+            weights,
+            digits.words(down.codes),
+            digits.words(down.scales),
+            parts,
+            tiles,
+            OUTPUTS=outputs,
+            COLUMNS=h.shape[1],
+            **nibbles.options(xs.device),
+        )
+    elif in_digits(h, down):
         tiles, programs = digits.shared_out([outputs], 1, len(h), xs.device)
         digits.few_down[len(h), programs](
             h,
