@@ -46,7 +46,8 @@ X, ONE = torch.ones(1, 1, 32), torch.ones(32, 32)
 
 def _about() -> tuple:
     """A stream of one sum, a norm, no query, the operations."""
-    stream = SimpleNamespace(sums=X[None], dtype=X.dtype, eps=1e-5, finished=0, next=lambda: (0, False))
+    sums = {"rows": X.numpy(), "finished": 0, "next": lambda: (0, False), "eps": 1e-5}
+    stream = SimpleNamespace(**sums, batch=1, tokens=1, dtype=X.dtype)
     return stream, X[0, 0], None, OPS
 
 
