@@ -529,7 +529,7 @@ def killed(kind, root, moments, look):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="a process is forked for each moment")
 @pytest.mark.parametrize("kind", ["cache", "folder", "convert"])
-@pytest.mark.parametrize("count", [10, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [6, pytest.param(50, marks=pytest.mark.slow)])
 def test_killed_at_any_moment_a_rerun_ends_in_the_same_bytes(
     hub, published, converted, tmp_path, monkeypatch, kind, count
 ):
