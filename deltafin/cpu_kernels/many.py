@@ -27,7 +27,7 @@ HALVES = bool({"avx512bf16", "amx-bf16", "bf16"} & FEATURES)
 """Whether the processor multiplies bfloat16 itself; else torch would take longer than in float32."""
 
 ROWS = 512
-"""Rows that are multiplied in bfloat16 at a time, at most: see ``sizes``."""
+"""Rows that are multiplied in bfloat16 at a time, at most: see ``filled``."""
 
 POSITIONS = 512
 """Cached positions that a prompt attends to at a time, which bounds the memory of scores."""

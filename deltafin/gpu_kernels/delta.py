@@ -67,11 +67,11 @@ def _inputs(x, stride, tail, all_channels, channel, mask, at, early, W: tl.const
 
 
 @triton.jit
-def _convolved(x, stride, taps, of_channel, of_tap, tail, all_channels, channel, mask, at, early, W: tl.constexpr):
-    """The short convolution [tokens, channels] at tokens ``at`` and its SiLU."""
+def _convolved(x, stride, taps, tail, all_channels, channel, mask, at, early, W: tl.constexpr):
+    """The short convolution [tokens, channels] at tokens ``at`` and its SiLU; ``taps`` [W, channels]."""
     y = tl.zeros(mask.shape, tl.float32)
     for j in tl.static_range(W):
-        tap = tl.load(taps + channel * of_channel + j * of_tap, mask=channel < all_channels, other=0.0)
+        tap = tl.load(taps + j * all_channels + channel, mask=channel < all_channels, other=0.0)
         y += tap * _inputs(x, stride, tail, all_channels, channel, mask, at - (W - 1 - j), early, W)
     return y * _sigmoid(y)
 
@@ -339,7 +339,7 @@ def _normalise(
     t = (start + row).to(tl.int64)
     mask, early = (t < tokens) & (i < K), start + block == 0
     tail += b * (W - 1) * heads * K
-    y = _convolved(x + b * x_batch, x_token, taps, 1, heads * K, tail, heads * K, head * K + i, mask, t, early, W)
+    y = _convolved(x + b * x_batch, x_token, taps, tail, heads * K, head * K + i, mask, t, early, W)
     y = tl.where(mask, y, 0.0)
     y *= (tl.rsqrt(tl.sum(y * y, 1) + 1e-6) * scale)[:, None]
     place = ((b * heads + head) * tl.num_programs(0) * ROWS + row) * K + i
@@ -486,7 +486,7 @@ def _solve(
     for first in range(0, BV, N):
         o = first + tl.arange(0, N)[None, :]
         mask = (t < tokens) & (o < V)
-        y = _convolved(v + b * v_batch, v_token, v_conv, 1, heads * V, tail, heads * V, head * V + o, mask, t, early, W)
+        y = _convolved(v + b * v_batch, v_token, v_conv, tail, heads * V, head * V + o, mask, t, early, W)
         y = tl.where(mask, strength * y, 0.0)
         tl.store(writes + (slot * C + row) * V + o, _product(X, y, FORM).to(kind), mask=o < V)
 

@@ -238,33 +238,17 @@ def _few(
     h = _inner(xs, ids, gate, up, activation)
     (rows, chosen), outputs = ids.shape, down.codes.shape[1]
     parts = torch.empty(len(h), outputs, device=xs.device)
-    if in_digits(h, down) and down.per == MX:
-        tiles, programs = digits.shared_out([outputs], 1, len(h), xs.device, nibbles.MOST.value)
-        nibbles.few_down[len(h), programs](
-            h,
-            ids,
-            weights,
-            digits.words(down.codes),
-            digits.words(down.scales),
-            parts,
-            tiles,
+    if in_digits(h, down):
+        if down.per == MX:
+            form, how, most = nibbles.few_down, nibbles.options(xs.device), {"most": nibbles.MOST.value}
+        else:
+            form, how, most = digits.few_down, digits.options(xs.device, down.per, 1, 4), {}
+        tiles, programs = digits.shared_out([outputs], 1, len(h), xs.device, **most)
+        form[len(h), programs](
+            *(h, ids, weights, digits.words(down.codes), digits.words(down.scales), parts, tiles),
             OUTPUTS=outputs,
             COLUMNS=h.shape[1],
-            **nibbles.options(xs.device),
-        )
-    elif in_digits(h, down):
-        tiles, programs = digits.shared_out([outputs], 1, len(h), xs.device)
-        digits.few_down[len(h), programs](
-            h,
-            ids,
-            weights,
-            digits.words(down.codes),
-            digits.words(down.scales),
-            parts,
-            tiles,
-            OUTPUTS=outputs,
-            COLUMNS=h.shape[1],
-            **digits.options(xs.device, down.per, 1, 4),
+            **how,
         )
     else:
         shape = shape_of(down.per, h.shape[1], outputs * chosen, 1)
