@@ -75,7 +75,7 @@ def by_chunk(inputs: list[Tensor], layer: Layer, state: DeltaState, threads: int
     groups = S.shape[1] // layer.heads
     out = torch.full_like(inputs[2], torch.nan)
     chunks.many_tokens(
-        groups, tuple(x.contiguous().numpy() for x in inputs), delta.arrays(layer.weights),
+        groups, tuple(x.contiguous().numpy() for x in inputs), tuple(x.numpy() for x in delta.as_read(layer.weights)),
         tuple(t.numpy() for t in state[:3]), S, layer.floor or 0.0, EPS, out.numpy(), threads,
     )  # fmt: skip
     return out

@@ -1,7 +1,7 @@
 """A delta-rule layer between its projections, ``delta_net``; the form for a few tokens.
 
 One region over the key heads. A row of the state, the keys of one value channel, is read, used and written once a
-token (``ops.reference`` says why the state is value-major); everything else of a head fits the first-level cache.
+token (``ops.reference`` says why the state is value-major); everything else stays in the cache.
 """
 
 import numpy as np
@@ -12,31 +12,27 @@ from torch import Tensor
 from deltafin.cpu_kernels import vector as v
 from deltafin.cpu_kernels.chunks import many_tokens, normalise
 from deltafin.cpu_kernels.compiling import kernel
-from deltafin.cpu_kernels.mathematics import exps, gated, log_decays, sigmoid, silus, sum_of_products
-from deltafin.cpu_kernels.stored import as_array, own
+from deltafin.cpu_kernels.mathematics import convolve, exps, gated, log_decays, sigmoid, sum_of_products
+from deltafin.cpu_kernels.stored import floats, own, plain
 from deltafin.cpu_kernels.threads import threads
 from deltafin.ops import FEW, DeltaState, DeltaWeights, reference
 
 PARALLEL = 128 << 10
 """Bytes of state, counted every ``FEW`` tokens, below which waking a second thread costs more than it saves."""
 
+HEADS = 16
+"""Key heads whose convolutions and decays are made at a time: what they read is long enough to be read ahead, and
+what they make stays in the cache until the state is read, which nothing interrupts then."""
+
 
 @kernel()
 def _convolve(x, taps, tail, first, out):
     """Convolve the channels from ``first`` on of one token with what came before, apply SiLU, and move the tail on.
 
-    ``taps`` [W, channels], ``tail`` [W - 1, channels]: of all channels, and cut row by row, because a column of a
-    matrix is not known to be contiguous; ``x`` and ``out`` have these channels alone.
+    ``taps`` [W, channels], ``tail`` [W - 1, channels]: of all channels; ``x`` and ``out`` have these channels alone.
     """
-    before, channels, stride = len(tail), len(out), taps.strides[0]
-    whole, at = channels & ~15, 4 * first
-    v.convolve(x.ctypes.data, taps.ctypes.data + at, tail.ctypes.data + at, stride, before, out.ctypes.data, whole)
-    for c in range(whole, channels):
-        out[c] = x[c] * taps[before, first + c]
-        for j in range(before):
-            out[c] += tail[j, first + c] * taps[j, first + c]
-            tail[j, first + c] = tail[j + 1, first + c] if j + 1 < before else x[c]
-    silus(out, out)
+    taps_at, tail_at = taps.ctypes.data + 4 * first, tail.ctypes.data + 4 * first
+    convolve(x.ctypes.data, taps_at, tail_at, taps.strides[0], len(tail), out.ctypes.data, len(out))
 
 
 @kernel()
@@ -71,47 +67,54 @@ def _step(S, k, ka, qa, a, values, beta, qk, out):
 
 
 @kernel()
-def _head(b, g, groups, inputs, weights, tails, S, floor, eps, out, room):
-    """All tokens of key head g of sequence b, with its value heads; ``room`` [7, K or V, the larger]."""
+def _heads(b, first, end, groups, inputs, weights, tails, S, floor, eps, room, out):
+    """All tokens of sequence b, for the key heads from ``first`` to ``end`` and their value heads.
+
+    ``room``: for queries and keys [T, HEADS, K], values [T, HEADS * groups, V], decays [T, HEADS * groups, K or 1].
+    """
     q_in, k_in, v_in, z_in, beta_in, gate_in = inputs
     q_conv, k_conv, v_conv, decay_log, decay_bias, norm = weights
     q_tail, k_tail, v_tail = tails
-    key, value = S.shape[3], S.shape[2]
-    per_channel = z_in.shape[2] != beta_in.shape[2]
-    q, k, a, ka, qa = room[0, :key], room[1, :key], room[2, :key], room[3, :key], room[4, :key]
-    values, o = room[5, :value], room[6, :value]
-    keys = slice(g * key, (g + 1) * key)
-    for t in range(q_in.shape[1]):
-        _convolve(q_in[b, t, keys], q_conv, q_tail[b], keys.start, q)
-        _convolve(k_in[b, t, keys], k_conv, k_tail[b], keys.start, k)
-        normalise(q, np.float32(1) / np.sqrt(np.float32(key)))
-        normalise(k, np.float32(1))
-        qk = sum_of_products(q, k)
-        for h in range(g * groups, (g + 1) * groups):
-            mine = slice(h * value, (h + 1) * value)
-            _convolve(v_in[b, t, mine], v_conv, v_tail[b], mine.start, values)
-            speed = np.exp(decay_log[h])
-            if per_channel:
-                channels = slice(h * key, (h + 1) * key)
-                _decays(z_in[b, t, channels], speed, decay_bias[channels], floor, a)
-            else:
-                _decays(z_in[b, t, h : h + 1], speed, decay_bias[h : h + 1], floor, a[:1])
-                a[1:] = a[0]
-            for i in range(key):
-                ka[i] = k[i] * a[i]
-                qa[i] = q[i] * a[i]
-            _step(S[b, h], k, ka, qa, a, values, sigmoid(beta_in[b, t, h]), qk, o)
-            s = np.float32(1) / np.sqrt(sum_of_products(o, o) / np.float32(value) + eps)
-            for i in range(value):
-                o[i] *= s * norm[i]
-            gated(o, gate_in[b, t, mine], out[b, t, mine])
+    qs, ks, vs, decays, rows = room
+    tokens, key, value, wide = q_in.shape[1], S.shape[3], S.shape[2], decays.shape[2]
+    count, begin = end - first, first * groups
+    keys, channels = slice(first * key, end * key), slice(begin * value, end * groups * value)
+    for t in range(tokens):
+        _convolve(q_in[b, t, keys], q_conv, q_tail[b], keys.start, qs[t, :count].reshape(-1))
+        _convolve(k_in[b, t, keys], k_conv, k_tail[b], keys.start, ks[t, :count].reshape(-1))
+        _convolve(v_in[b, t, channels], v_conv, v_tail[b], channels.start, vs[t, : count * groups].reshape(-1))
+        for i in range(count * groups):
+            mine = slice((begin + i) * wide, (begin + i + 1) * wide)
+            _decays(z_in[b, t, mine], np.exp(decay_log[begin + i]), decay_bias[mine], floor, decays[t, i])
+    a, ka, qa, o = rows[0, :key], rows[1, :key], rows[2, :key], rows[3, :value]
+    for g in range(count):
+        for t in range(tokens):
+            q, k = qs[t, g], ks[t, g]
+            normalise(q, np.float32(1) / np.sqrt(np.float32(key)))
+            normalise(k, np.float32(1))
+            qk = sum_of_products(q, k)
+            for i in range(g * groups, (g + 1) * groups):
+                h = begin + i
+                if wide == key:
+                    a[:] = decays[t, i]
+                else:
+                    a[:] = decays[t, i, 0]
+                for c in range(key):
+                    ka[c] = k[c] * a[c]
+                    qa[c] = q[c] * a[c]
+                _step(S[b, h], k, ka, qa, a, vs[t, i], sigmoid(beta_in[b, t, h]), qk, o)
+                s = np.float32(1) / np.sqrt(sum_of_products(o, o) / np.float32(value) + eps)
+                for c in range(value):
+                    o[c] *= s * norm[c]
+                mine = slice(h * value, (h + 1) * value)
+                gated(o, gate_in[b, t, mine], out[b, t, mine])
 
 
 @kernel(parallel=True)
 def few_tokens(groups, inputs, weights, tails, S, floor, eps, out, nt):
     """All key heads of all sequences; each thread takes its share."""
-    heads = S.shape[1] // groups
-    work = len(S) * heads
+    heads, value, key, tokens = S.shape[1] // groups, S.shape[2], S.shape[3], out.shape[1]
+    work, most, wide = len(S) * heads, min(heads, HEADS), inputs[3].shape[2] // S.shape[1]
     for t in prange(nt):
         x, w = inputs, weights
         mine = (
@@ -120,9 +123,54 @@ def few_tokens(groups, inputs, weights, tails, S, floor, eps, out, nt):
             (own(tails[0]), own(tails[1]), own(tails[2])),
             own(S),
         )
-        result, room = own(out), np.empty((7, max(S.shape[2], S.shape[3])), np.float32)
-        for i in range(work * t // nt, work * (t + 1) // nt):
-            _head(i // heads, i % heads, groups, *mine, floor, eps, result, own(room))
+        result, at, end = own(out), work * t // nt, work * (t + 1) // nt
+        qs = np.empty((tokens, most, key), np.float32)
+        ks = np.empty((tokens, most, key), np.float32)
+        vs = np.empty((tokens, most * groups, value), np.float32)
+        decays = np.empty((tokens, most * groups, wide), np.float32)
+        rows = np.empty((4, max(key, value)), np.float32)
+        while at < end:
+            b, first = at // heads, at % heads
+            count = min(most, end - at, heads - first)
+            room = own(qs), own(ks), own(vs), own(decays), own(rows)
+            _heads(b, first, first + count, groups, *mine, floor, eps, room, result)
+            at += count
+
+
+@kernel()
+def _few(groups, sizes, inputs, weights, state, floor, eps, out, nt):
+    """``few_tokens`` of what stands at these addresses; ``sizes``: sequences, tokens, value heads, V, K, decays, W."""
+    batch, tokens, heads, value, key, wide, window = sizes
+    keys, values = heads // groups * key, heads * value
+    few_tokens(
+        groups,
+        (
+            floats(inputs[0], (batch, tokens, keys)),
+            floats(inputs[1], (batch, tokens, keys)),
+            floats(inputs[2], (batch, tokens, values)),
+            floats(inputs[3], (batch, tokens, wide)),
+            floats(inputs[4], (batch, tokens, heads)),
+            floats(inputs[5], (batch, tokens, values)),
+        ),
+        (
+            floats(weights[0], (window, keys)),
+            floats(weights[1], (window, keys)),
+            floats(weights[2], (window, values)),
+            floats(weights[3], (heads,)),
+            floats(weights[4], (wide,)),
+            floats(weights[5], (value,)),
+        ),
+        (
+            floats(state[0], (batch, window - 1, keys)),
+            floats(state[1], (batch, window - 1, keys)),
+            floats(state[2], (batch, window - 1, values)),
+        ),
+        floats(state[3], (batch, heads, value, key)),
+        floor,
+        eps,
+        out,
+        nt,
+    )
 
 
 def delta_net(
@@ -137,32 +185,35 @@ def delta_net(
     floor: float | None,
     eps: float,
 ) -> Tensor:
-    """See ``reference.delta_net``."""
-    if s.S_BHVK.dtype == torch.float64:
+    """See ``reference.delta_net``; the state is contiguous."""
+    S = s.S_BHVK
+    if S.dtype == torch.float64:
         return reference.delta_net(q_BTC, k_BTC, v_BTC, decay_BTC, beta_BTH, gate_BTC, w, s, floor, eps)
-    dtype = q_BTC.dtype
-    inputs = tuple(as_array(x) for x in (q_BTC, k_BTC, v_BTC, decay_BTC, beta_BTH, gate_BTC))
-    S = s.S_BHVK.numpy()
-    groups = S.shape[1] * S.shape[3] // q_BTC.shape[2]
-    out = np.empty((*q_BTC.shape[:2], S.shape[1] * S.shape[2]), np.float32)
-    arguments = (
-        *(groups, inputs, arrays(w), tuple(t.numpy() for t in s[:3]), S),
-        *(np.float32(0 if floor is None else floor), np.float32(eps), out),
-    )
-    tokens = q_BTC.shape[1]
-    form = few_tokens if tokens <= FEW else many_tokens
-    form(*arguments, threads() if S.nbytes * max(1, tokens // FEW) > PARALLEL else 1)
-    return torch.from_numpy(out) if dtype == torch.float32 else torch.from_numpy(out).to(dtype)
+    if not all([t.is_contiguous() for t in s]):
+        raise ValueError("the delta rule wants a contiguous state")
+    inputs, weights = [plain(x) for x in (q_BTC, k_BTC, v_BTC, decay_BTC, beta_BTH, gate_BTC)], as_read(w)
+    (batch, heads, value, key), (_, tokens, keys) = S.shape, q_BTC.shape
+    groups, floor_32, eps_32 = heads * key // keys, np.float32(floor or 0), np.float32(eps)
+    y = np.empty((batch, tokens, heads * value), np.float32)
+    nt = threads() if 4 * S.numel() * max(1, tokens // FEW) > PARALLEL else 1
+    if tokens <= FEW:
+        sizes = batch, tokens, heads, value, key, decay_BTC.shape[2], len(weights[0])
+        x_at, w_at, s_at = [tuple([x.data_ptr() for x in every]) for every in (inputs, weights, s)]
+        _few(groups, sizes, x_at, w_at, s_at, floor_32, eps_32, y, nt)
+    else:
+        xs, ws, tails = [[x.numpy() for x in every] for every in (inputs, weights, s[:3])]
+        many_tokens(groups, xs, ws, tails, S.numpy(), floor_32, eps_32, y, nt)
+    return torch.from_numpy(y).to(q_BTC.dtype)
 
 
-def arrays(w: DeltaWeights) -> tuple[np.ndarray, ...]:
+def as_read(w: DeltaWeights) -> list[Tensor]:
     """The weights as the kernels take them: convolutions as [W, channels], turned once and kept."""
-    return (*(_taps(conv) for conv in w[:3]), *(as_array(x) for x in w[3:]))
+    return [*(_taps(conv) for conv in w[:3]), *(plain(x) for x in w[3:])]
 
 
-def _taps(conv: Tensor) -> np.ndarray:
+def _taps(conv: Tensor) -> Tensor:
     try:
         return conv._taps  # type: ignore[attr-defined]
     except AttributeError:
-        conv._taps = taps = as_array(conv.T)  # type: ignore[attr-defined]
+        conv._taps = taps = plain(conv.T)  # type: ignore[attr-defined]
         return taps

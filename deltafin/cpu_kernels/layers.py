@@ -18,7 +18,7 @@ from deltafin import config
 from deltafin.cpu_kernels import vector as v
 from deltafin.cpu_kernels.attention import attend_few, cache_of, suits_tiles
 from deltafin.cpu_kernels.compiling import kernel
-from deltafin.cpu_kernels.delta import PARALLEL, arrays, few_tokens
+from deltafin.cpu_kernels.delta import PARALLEL, as_read, few_tokens
 from deltafin.cpu_kernels.experts import grouped, run, saturation
 from deltafin.cpu_kernels.linear import few_rows
 from deltafin.cpu_kernels.mathematics import gated
@@ -31,6 +31,7 @@ from deltafin.cpu_kernels.stored import (
     OUTPUTS,
     as_array,
     described,
+    floats,
     is_coarse,
     scratch,
     table_of,
@@ -86,12 +87,6 @@ def _part(y, first, width):
 
 
 @kernel()
-def _floats(address, shape):
-    """A tensor's memory as an array. Python asks a tensor for its address in a tenth of the time of an array."""
-    return carray(v.pointer(address), shape, np.float32)
-
-
-@kernel()
 def _kda(stream, norm, batch, sizes, first, decay_up, gate_up, out, weights, state, floor, coarse, nt):
     sums, finished, place, query, eps = stream
     x = normed(_read(sums, finished, query, eps), norm, eps)
@@ -115,8 +110,8 @@ def _kda(stream, norm, batch, sizes, first, decay_up, gate_up, out, weights, sta
         gate.reshape(batch, tokens, values),
     )
     narrow, wide = (batch, len(weights[0]) - 1, keys), (batch, len(weights[0]) - 1, values)
-    tails = _floats(state[0], narrow), _floats(state[1], narrow), _floats(state[2], wide)
-    S = _floats(state[3], (batch, heads, values // heads, keys // heads))
+    tails = floats(state[0], narrow), floats(state[1], narrow), floats(state[2], wide)
+    S = floats(state[3], (batch, heads, values // heads, keys // heads))
     o = np.empty((batch, tokens, values), np.float32)
     few_tokens(1, inputs, weights, tails, S, floor, eps, o, nt if S.nbytes > PARALLEL else 1)
     _add(sums, place, product(out, o.reshape(batch * tokens, values), coarse, nt))
@@ -157,8 +152,8 @@ def kda(c: config.KDA, w: Any, s: Any, stream: Any, norm: Tensor, query: Tensor 
     def make():
         tables = _plan(w.first, w.decay_up, w.gate_up, w.out)
         sizes = np.array((c.heads * c.key_dim, c.heads * c.value_dim, c.heads, c.decay_rank))
-        about = _query(query), as_array(norm), np.float32(c.decay_floor or 0), arrays(w.between)
-        return tables and (sizes, *tables, *about)
+        about = _query(query), as_array(norm), np.float32(c.decay_floor or 0)
+        return tables and (sizes, *tables, *about, tuple(x.numpy() for x in as_read(w.between)))
 
     made = _kept(w, make)
     if made is None:

@@ -125,21 +125,51 @@ def _each(formula: Callable[..., Lanes]) -> Any:
             sources, numbers, y, n = arguments
             every, constants = (cgutils.unpack_tuple(b, t) for t in (sources, numbers))
 
-            def loop(kind: ir.Type, first: ir.Value, last: ir.Value, step: int) -> None:
+            def body(at: ir.Value, kind: ir.Type) -> None:
                 spread = [v.spread(b, c) if kind == v.F32x16 else c for c in constants]
-                with cgutils.for_range_slice(b, first, last, v.const(v.I64, step)) as (i, _):
-                    at = b.shl(i, v.const(v.I64, 2))
-                    values = (v.load(b, b.add(x, at), kind) for x in every)
-                    v.store(b, formula(*(Lanes(b, x) for x in (*values, *spread))).value, b.add(y, at))
+                values = (v.load(b, b.add(x, at), kind) for x in every)
+                v.store(b, formula(*(Lanes(b, x) for x in (*values, *spread))).value, b.add(y, at))
 
-            whole = b.and_(n, v.const(v.I64, ~15))
-            loop(v.F32x16, v.const(v.I64, 0), whole, 16)
-            loop(v.F32, whole, n, 1)
+            v.all_lanes(b, n, body)
             return context.get_dummy_value()
 
         return types.void(sources, numbers, y, n), code
 
     return each
+
+
+@v.intrinsic
+def convolve(context, x, taps, tail, stride, before, y, n):
+    """One token's convolution with the ``before`` inputs before it, oldest first in ``tail``, which moves on; SiLU.
+
+    Of n channels, at addresses; rows of ``taps`` [before + 1] and ``tail`` [before] are ``stride`` bytes apart.
+    """
+
+    def code(context, b, signature, arguments):
+        x, taps, tail, stride, before, y, n = arguments
+        one = v.const(v.I64, 1)
+
+        def body(at: ir.Value, kind: ir.Type) -> None:
+            tap, old, now = b.add(taps, at), b.add(tail, at), v.load(b, b.add(x, at), kind)
+            newest = v.load(b, b.add(tap, b.mul(stride, before)), kind)
+            acc = cgutils.alloca_once(b, kind)
+            b.store(b.fmul(now, newest), acc)
+            with b.if_then(b.icmp_signed(">", before, v.const(v.I64, 0))):
+                b.store(v.fma(b, v.load(b, old, kind), v.load(b, tap, kind), b.load(acc)), acc)
+                with cgutils.for_range_slice(b, one, before, one) as (row, _):
+                    place = b.add(old, b.mul(stride, row))
+                    own, weight = v.load(b, place, kind), v.load(b, b.add(tap, b.mul(stride, row)), kind)
+                    b.store(v.fma(b, own, weight, b.load(acc)), acc)
+                    v.store(b, own, b.sub(place, stride))
+                v.store(b, now, b.add(old, b.mul(stride, b.sub(before, one))))
+            result = Lanes(b, b.load(acc))
+            v.store(b, (result * _sigmoid(result)).value, b.add(y, at))
+
+        v.all_lanes(b, n, body)
+        return context.get_dummy_value()
+
+    a = types.int64
+    return types.void(a, a, a, a, a, a, a), code
 
 
 _exps = _each(lambda x, most: _exp(x - most))

@@ -83,7 +83,12 @@ def is_coarse(dtype: torch.dtype) -> bool:
 
 def as_array(x: Tensor) -> np.ndarray:
     """A tensor as a contiguous float32 array."""
-    return x.float().contiguous().numpy()
+    return plain(x).numpy()
+
+
+def plain(x: Tensor) -> Tensor:
+    """A tensor as float32 numbers that follow each other."""
+    return x if x.dtype == torch.float32 and x.is_contiguous() else x.float().contiguous()
 
 
 def as_tensor(y: np.ndarray, like: Tensor) -> Tensor:
@@ -102,6 +107,12 @@ def own(x: np.ndarray) -> np.ndarray:
     there. Nobody counts who uses this one.
     """
     return carray(v.pointer(x.ctypes.data), x.shape, x.dtype)
+
+
+@kernel()
+def floats(address, shape):
+    """A tensor's memory as an array. Python asks a tensor for its address in a tenth of the time of an array."""
+    return carray(v.pointer(address), shape, np.float32)
 
 
 @register_jitable

@@ -235,35 +235,12 @@ ROWS = 2
 delta_rows, delta_row = _delta_rows(ROWS), _delta_rows(1)
 
 
-@intrinsic
-def convolve(context, x, taps, tail, stride, before, y, n):
-    """One token's convolution with the ``before`` inputs before it, oldest first in ``tail``, which moves on.
-
-    Rows of ``taps`` [before + 1] and ``tail`` [before] are ``stride`` bytes apart; n channels, a multiple of 16.
-    """
-
-    def code(context, b, signature, arguments):
-        x, taps, tail, stride, before, y, n = arguments
-        one = const(I64, 1)
-        with cgutils.for_range(b, b.lshr(n, const(I64, 4))) as loop:
-            at = b.shl(loop.index, const(I64, 6))
-            tap, old, now = b.add(taps, at), b.add(tail, at), load(b, b.add(x, at), F32x16)
-            newest = load(b, b.add(tap, b.mul(stride, before)), F32x16)
-            acc = cgutils.alloca_once(b, F32x16)
-            b.store(b.fmul(now, newest), acc)
-            with cgutils.for_range(b, before) as row:
-                place = b.add(old, b.mul(stride, row.index))
-                own, weight = load(b, place, F32x16), load(b, b.add(tap, b.mul(stride, row.index)), F32x16)
-                b.store(fma(b, own, weight, b.load(acc)), acc)
-                with b.if_then(b.icmp_signed(">", row.index, const(I64, 0))):
-                    store(b, own, b.sub(place, stride))
-            with b.if_then(b.icmp_signed(">", before, const(I64, 0))):
-                store(b, now, b.add(old, b.mul(stride, b.sub(before, one))))
-            store(b, b.load(acc), b.add(y, at))
-        return context.get_dummy_value()
-
-    a = types.int64
-    return types.void(a, a, a, a, a, a, a), code
+def all_lanes(b: ir.IRBuilder, n: ir.Value, body: Callable[[ir.Value, ir.Type], None]) -> None:
+    """A loop over n float32: ``body`` gets where it is, in bytes, and whether it does sixteen or, at the end, one."""
+    whole = b.and_(n, const(I64, ~15))
+    for kind, first, last, step in ((F32x16, const(I64, 0), whole, 16), (F32, whole, n, 1)):
+        with cgutils.for_range_slice(b, first, last, const(I64, step)) as (i, _):
+            body(b.shl(i, const(I64, 2)), kind)
 
 
 @intrinsic
