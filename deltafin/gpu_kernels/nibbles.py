@@ -2,8 +2,10 @@
 
 The sums are those of ``digits``, made with less. Two look-ups give a code's number as 12 and twice it, a byte without
 sign: where one has something, the other has zero. So there is one product where ``digits`` needs two, and 12 times a
-group's digits is taken off at the start. Words come to registers two steps ahead, without shared memory's rings and
-their barriers, and what warps have of a program's rows is added up once, at the end.
+group's digits is taken off at the start. What can be a product is one: look-ups keep the units busy that shift and
+combine bits. Words come to registers two steps ahead, without shared memory's rings and their barriers, and what warps
+have of a program's rows is added up once, at the end. Measured on one H200, 16 experts of Kimi K3: 92 us instead of
+101 for a row, 621 instead of 708 for eight.
 """
 
 from typing import Any
@@ -29,7 +31,7 @@ from deltafin.gpu_kernels.early import early, wait
 from deltafin.gpu_kernels.mathematics import activate
 
 DEEP = gl.constexpr(2)
-"""Steps whose words are on their way. Each has its registers, so the loop is written out as many times."""
+"""Steps whose words are on their way. Each has its own registers: the loop is written out as many times."""
 
 MOST = gl.constexpr(16)
 """Tiles of a program at most."""
@@ -70,7 +72,7 @@ def _chain(f0, f1, f2, f3, first, second, sums):
 
 @gluon.jit
 def _upper(word, table):
-    """A word's upper half: a product, as look-ups keep the units busy that shift."""
+    """A word's upper half."""
     return gl.inline_asm_elementwise(
         "dp2a.lo.u32.u32 $0, $1, $2, 0;", "=r,r,r", [word, table[5]], dtype=gl.int32, is_pure=True, pack=1
     )
@@ -80,7 +82,7 @@ def _upper(word, table):
 def _numbers(selectors, turned, table):
     """Of the codes in a word's lower half 12 and twice their numbers; ``turned`` has all signs turned."""
     return gl.inline_asm_elementwise(
-        "mad.lo.u32 $0, $1, $2, $3;",  # a sum, by other units than those that look up
+        "mad.lo.u32 $0, $1, $2, $3;",
         "=r,r,r,r",
         [_bytes(selectors, table[0], table[1]), table[4], _bytes(turned, table[2], table[3])],
         dtype=gl.int32,
