@@ -517,23 +517,21 @@ def few_down(
     TILES: gl.constexpr,
     SLOTS: gl.constexpr,
 ):
-    """Some outputs of one (row, expert) pair, weighted. ``few_up`` came before: ids are there already."""
+    """Some outputs of one (row, expert) pair, weighted, of int8. ``few_up`` came before: ids are there already."""
     pair = gl.program_id(0)
     expert = gl.load(ids + pair)
     if expert >= 0:
         span = _span(gl.program_id(1), tiles, OUTPUTS, TILES)
         row = expert * OUTPUTS
         down += row * (COLUMNS // PER)
-        scales += row * (COLUMNS // PIECE if PER == 8 else 1)
+        scales += row
         begun = begin(h + pair * COLUMNS, 0, (down,), (scales,), span, EARLY, 1, COLUMNS, PER, TILES, SLOTS)
         weight = gl.load(weights + pair).to(gl.float32)
         for tile in range(span[1]):
             value = dots(begun, (down,), (scales,), span, tile, 1, COLUMNS, PER, TILES, SLOTS)[0] * weight
             LAYOUT: gl.constexpr = value.type.layout
             output = _rows(span, tile, TILES, LAYOUT)
-            if PER == 4:
-                value *= gl.load(scales + output)
-            gl.store(parts + pair * OUTPUTS + output, value)
+            gl.store(parts + pair * OUTPUTS + output, value * gl.load(scales + output))
     else:
         wait(EARLY)
 
