@@ -117,7 +117,7 @@ def test_any_shape_and_type(rows: int, outputs: int, groups: int, kind: str, dty
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device")
 @pytest.mark.parametrize("kind", ["int8", "MXFP4"])
-@pytest.mark.parametrize("columns", [128, 1152, 4224, 7168])
+@pytest.mark.parametrize("columns", [128, 1152, 4224, 7168, 12288])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_digits_are_as_good_as_float32(kind: str, columns: int, dtype: torch.dtype) -> None:
     random = torch.Generator().manual_seed(columns)

@@ -393,19 +393,17 @@ def few_rows(xs: Tensor, weights: Sequence[Stored], dtype: torch.dtype) -> tuple
     y = torch.empty(rows, sum(sizes), dtype=dtype, device=xs.device)
     if in_digits(xs, *weights):
         codes, scales = (tuple(digits.words(w[i]) for w in weights) for i in (1, 2))
-        alone = rows == 1 and per == INT8 and columns <= single.MOST
+        if rows == 1 and per == INT8:
+            single.launch(xs, codes, scales, sizes, y)
+            return y.split(sizes, -1)
         tall = 2 if per == MX and min(sizes) >= 32 else 1
-        together = 1 if alone else digits.at_once(rows, columns, xs.device)
+        together = digits.at_once(rows, columns, xs.device)
         chunks = triton.cdiv(rows, together)
         tiles, programs = digits.shared_out(sizes, tall, chunks, xs.device)
-        if alone:
-            how = early(xs.device) | {"COLUMNS": columns, "num_warps": digits.WARPS.value}
-            single.one_row[programs,](xs, codes, scales, tuple(sizes), y, tiles, **how)
-        else:
-            how = digits.options(xs.device, per, tall, 4 if per == INT8 else 3)
-            digits.few_rows[chunks, programs](
-                xs, rows, codes, scales, tuple(sizes), y, tiles, COUNT=together, COLUMNS=columns, **how
-            )
+        how = digits.options(xs.device, per, tall, 4 if per == INT8 else 3)
+        digits.few_rows[chunks, programs](
+            xs, rows, codes, scales, tuple(sizes), y, tiles, COUNT=together, COLUMNS=columns, **how
+        )
         return y.split(sizes, -1)
     shape = shape_of(per, columns, sum(sizes), rows)
     together = at_once(rows)
