@@ -17,6 +17,7 @@ from torch import Tensor
 from triton.language import constexpr
 
 from deltafin.gpu_kernels.early import early, let_next, wait
+from deltafin.gpu_kernels.mathematics import counted
 from deltafin.ops import FEW, has_halves, reference
 from deltafin.quant import MXFP4, Int8
 from deltafin.weights import Weight
@@ -34,18 +35,28 @@ LOG2E = 1.4426950408889634
 
 @triton.jit
 def stored(weight, scales, row, column, columns, mask, KIND: constexpr):
-    """Return a tile of a weight [.., columns] in float32, unpacked in registers; ``row`` and ``column`` are indices."""
+    """Load a tile of a weight [.., columns] and its scales, if any, as they are; ``row`` and ``column`` are indices."""
     row = row.to(tl.int64)[:, None]
     column = column[None, :]
     if KIND == FP4:
-        codes = tl.load(weight + row * (columns // 2) + column // 2, mask, 0).to(tl.int32) >> column % 2 * 4
+        codes = tl.load(weight + row * (columns // 2) + column // 2, mask, 0)
+        return codes, tl.load(scales + row * (columns // 32) + column // 32, mask, 0)
+    values = tl.load(weight + row * columns + column, mask, 0)
+    return values, tl.load(scales + row) if KIND == INT8 else values
+
+
+@triton.jit
+def unpacked(values, scales, column, KIND: constexpr):
+    """Return a tile that was ``stored`` in float32."""
+    if KIND == FP4:
+        codes = values.to(tl.int32) >> column[None, :] % 2 * 4
         units = (codes & 7).to(tl.float32)
         units = tl.where(units < 4, units * 0.5, tl.where(units < 6, units - 2, units * 2 - 8))
-        exponent = tl.load(scales + row * (columns // 32) + column // 32, mask, 0).to(tl.int32)
+        exponent = scales.to(tl.int32)
         power = tl.where(exponent == 0, 1 << 22, exponent << 23).to(tl.float32, bitcast=True)  # 2^-127 is a subnormal
         return tl.where(codes & 8 != 0, -units, units) * power
-    values = tl.load(weight + row * columns + column, mask, 0).to(tl.float32)
-    return values * tl.load(scales + row) if KIND == INT8 else values
+    values = values.to(tl.float32)
+    return values * scales if KIND == INT8 else values
 
 
 @triton.jit(do_not_specialize=["rows"])  # one program for any number of rows: the same bits
@@ -66,17 +77,23 @@ def _absorb(
     PLAIN: constexpr,
     COMMON: constexpr,
     RANKS: constexpr,
+    NEXT: constexpr,
     EARLY: constexpr,
 ):
-    """Move a head's queries of all rows into the latent space: RANKS of its channels, and once the common part."""
+    """Move a head's queries of all rows into the latent space: RANKS of its channels, and once the common part.
+
+    NEXT: the next kernel may start early. Its programs take a multiprocessor each, so that they spread evenly.
+    """
     h = tl.program_id(0)
     p, r = tl.arange(0, PLAIN), tl.program_id(1) * RANKS + tl.arange(0, RANKS)
     query += h.to(tl.int64) * (plain + common)
     mask = (p < plain)[:, None] & (r < rank)[None, :]
-    key_up = stored(up, scales, h * (plain + value) + tl.minimum(p, plain - 1), r, rank, mask, KIND)
+    key_up, units = stored(up, scales, h * (plain + value) + tl.minimum(p, plain - 1), r, rank, mask, KIND)
     wait(EARLY)
+    let_next(NEXT)
     own = tl.load(query + p, p < plain, 0)  # the next row's is on its way while one is multiplied
     j = tl.arange(0, COMMON)
+    key_up = unpacked(key_up, units, r, KIND)
     for n in range(rows):
         q = query + (n * heads).to(tl.int64) * (plain + common)
         later = tl.load(q + heads * (plain + common) + p, (p < plain) & (n + 1 < rows), 0)
@@ -91,11 +108,11 @@ def _absorb(
 @triton.jit
 def _range(length, n, tokens, TILE: constexpr, SPLITS: constexpr):
     """How many positions row n sees, and how many of them are a range."""
-    seen = tl.load(length) - tokens + n % tokens + 1
+    seen = counted(length) - tokens + n % tokens + 1
     return seen, tl.cdiv(tl.cdiv(seen, TILE), SPLITS) * TILE
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length"])
 def _attend(
     query,
     latent,
@@ -171,11 +188,12 @@ def _attend(
         top = higher
     place = (n.to(tl.int64) * room + split) * heads + h
     tl.store(parts + place[:, None] * rank + r[None, :], total, mine & (r < rank)[None, :])
+    place = (n.to(tl.int64) * heads + h) * room + split  # what is merged at once lies side by side
     tl.store(tops + place, top, (i < GROUP) & (h < heads))
     tl.store(masses + place, mass, (i < GROUP) & (h < heads))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length"])
 def _finish(
     parts,
     tops,
@@ -209,21 +227,23 @@ def _finish(
     h, n, piece = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     r, v = piece * RANKS + tl.arange(0, RANKS), tl.arange(0, VALUE)
     row = h * (plain + value) + plain + tl.minimum(v, value - 1)
-    value_up = stored(up, scales, row, r, rank, (v < value)[:, None] & (r < rank)[None, :], KIND)
+    seen, size = _range(length, n, tokens, TILE, SPLITS)
     wait(EARLY)
     let_next(EARLY)
-    seen, size = _range(length, n, tokens, TILE, SPLITS)
+    used = tl.cdiv(seen, size)
+    place = n.to(tl.int64) * heads + h
+    tops += place * room
+    parts += (n.to(tl.int64) * room * heads + h) * rank + r[None, :]
     s = tl.arange(0, SPLITS)
-    used = s < tl.cdiv(seen, size)
-    place = (n.to(tl.int64) * room + s) * heads + h
-    top = tl.load(tops + place, used, -float("inf"))
-    part = tl.load(parts + place[:, None] * rank + r[None, :], used[:, None] & (r < rank)[None, :], 0)
-    mass = tl.load(masses + place, used, 0)
+    top = tl.load(tops + s, s < used, -float("inf"))
+    part = tl.load(parts + (s * heads)[:, None] * rank, (s < used)[:, None] & (r < rank)[None, :], 0)
+    mass = tl.load(masses + place * room + s, s < used, 0)
     share = tl.exp2(top - tl.max(top, 0))
     total = tl.sum(part * share[:, None], 0) / tl.sum(mass * share, 0)
-    place = n.to(tl.int64) * heads + h
+    # No sooner: beside the ranges it would take registers, and what these wait for would come after it.
+    value_up, units = stored(up, scales, row, r, rank, (v < value)[:, None] & (r < rank)[None, :], KIND)
     sums += place * PIECES * VALUE
-    tl.store(sums + piece * VALUE + v, tl.sum(value_up * total[None, :], 1))
+    tl.store(sums + piece * VALUE + v, tl.sum(unpacked(value_up, units, r, KIND) * total[None, :], 1))
     tl.debug_barrier()
     if tl.atomic_add(arrived + place, 1) == PIECES - 1:
         each = tl.arange(0, PIECES)[:, None] * VALUE + v[None, :]
@@ -233,7 +253,7 @@ def _finish(
         tl.store(out + place * value + v, y, v < value)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length"])
 def _append(
     x,
     norm,
@@ -256,7 +276,7 @@ def _append(
     wait(EARLY)
     let_next(EARLY)
     n = tl.program_id(0)
-    b, s = (n // tokens).to(tl.int64), (tl.load(length) - tokens + n % tokens).to(tl.int64)
+    b, s = (n // tokens).to(tl.int64), (counted(length) - tokens + n % tokens).to(tl.int64)
     r, j = tl.arange(0, RANK), tl.arange(0, COMMON)
     x += n.to(tl.int64) * (rank + common)
     raw = tl.load(x + r, r < rank, 0)
@@ -294,7 +314,9 @@ def _expand(
         here = (s < positions)[:, None] & (r < rank)[None, :]
         c = tl.load(latent + s.to(tl.int64)[:, None] * latent_stride + r[None, :], here, 0)
         mask = (o < outputs)[:, None] & (r < rank)[None, :]
-        w = stored(up, scales, row, r, rank, mask, DENSE if KIND == INT8 else KIND)
+        KNOWN: constexpr = DENSE if KIND == INT8 else KIND
+        w, units = stored(up, scales, row, r, rank, mask, KNOWN)
+        w = unpacked(w, units, r, KNOWN)
         kind = out.dtype.element_ty
         total = tl.dot(c.to(kind), tl.trans(w.to(kind)), total, input_precision=PRECISION)
     if KIND == INT8:
@@ -449,17 +471,17 @@ def attend_few(
     q_BTHC: Tensor,
     latent_BSR: Tensor,
     shared_BSJ: Tensor,
-    length: Tensor,
+    length: Tensor | int,
     up: Weight,
     value_dim: int,
     gate_BTC: Tensor | None = None,
 ) -> Tensor:
     """Attend in absorbed form from the last T of ``length`` positions; return BTHV in the query's type.
 
-    ``latent_BSR`` and ``shared_BSJ`` are whole buffers of any capacity; ``length``, int32 [1] on their device, counts
-    the positions that mean something, these T included. Nothing is read back from the device, and the launches
-    depend on shapes alone, so that a captured graph stays good while the context grows. ``gate_BTC`` [B, T, H V], if
-    any: the result is multiplied by its sigmoid.
+    ``latent_BSR`` and ``shared_BSJ`` are whole buffers of any capacity; ``length`` counts the positions that mean
+    something, these T included: a number, or int32 [1] on their device. Nothing is read back from the device, and the
+    launches depend on shapes alone, so that a captured graph stays good while the context grows. ``gate_BTC``
+    [B, T, H V], if any: the result is multiplied by its sigmoid.
     """
     batch, tokens, heads, channels = q_BTHC.shape
     rank, common = latent_BSR.shape[2], shared_BSJ.shape[2]
@@ -474,7 +496,7 @@ def attend_few(
     weight, scales, storage = _packed(up)
     query = torch.empty(rows, heads, rank + common, dtype=kind, device=device)
     parts = torch.empty(rows, splits, heads, rank, device=device)
-    tops, masses = torch.empty(2, rows, splits, heads, device=device)
+    tops, masses = torch.empty(2, rows, heads, splits, device=device)
     piece = min(64, ranks)
     pieces, value = ranks // piece, triton.next_power_of_2(value_dim)
     sums = torch.empty(rows, heads, pieces, value, device=device)
@@ -487,6 +509,7 @@ def attend_few(
         PLAIN=_padded(plain),
         COMMON=_padded(common),
         RANKS=piece,
+        NEXT=hopper is not None,
         num_warps=2 if storage == DENSE.value else 4,  # 6.1 us and 7.1 (96 heads in bfloat16, one H200)
         **early(device),
     )
@@ -524,7 +547,7 @@ def attend_few(
 
 
 def append(
-    latent_shared_BTC: Tensor, norm_R: Tensor, eps: float, latent_BSR: Tensor, shared_BSJ: Tensor, length: Tensor
+    latent_shared_BTC: Tensor, norm_R: Tensor, eps: float, latent_BSR: Tensor, shared_BSJ: Tensor, length: Tensor | int
 ) -> None:
     """Store T positions, the last of ``length``: the first R channels after their RMS norm, the other J as they are.
 
@@ -608,5 +631,4 @@ def attention(q_BTHC: Tensor, latent_BSR: Tensor, shared_BSJ: Tensor, up: Weight
     here = _hopper(_kind(q_BTHC, latent_BSR), latent_BSR, shared_BSJ)
     if tokens > FEW and not (here and _absorbs(tokens, plain, value_dim, rank)):
         return attend_many(q_BTHC, latent_BSR, shared_BSJ, up, value_dim)
-    length = torch.full((1,), latent_BSR.shape[1], dtype=torch.int32, device=q_BTHC.device)
-    return attend_few(q_BTHC, latent_BSR, shared_BSJ, length, up, value_dim)
+    return attend_few(q_BTHC, latent_BSR, shared_BSJ, latent_BSR.shape[1], up, value_dim)

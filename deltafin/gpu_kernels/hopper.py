@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from deltafin.gpu_kernels.early import wait
+from deltafin.gpu_kernels.mathematics import counted
 
 RANK, COMMON = gl.constexpr(512), gl.constexpr(64)
 """Channels of a latent and of a shared key: those of Kimi's models, and all that is read here."""
@@ -110,7 +111,7 @@ def _publish(turn, slot):
 
 
 @gluon.jit
-def _share(queries, row, memory, between, tops, masses, span):
+def _share(queries, row, memory, between, tops, masses, room, span, EARLY: gl.constexpr):
     """Turn scores into shares, and say by how much what was summed before must shrink: a running softmax.
 
     What shares are relative to is raised only where a score is 256 times as large: most tiles shrink nothing. It is a
@@ -123,6 +124,7 @@ def _share(queries, row, memory, between, tops, masses, span):
     OWN: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     query, common = queries
     whole = c.index(SLOTS - 1)
+    wait(EARLY)
     mbarrier.expect(held.index(0), HEADS * (RANK + COMMON) * 2)
     tma.async_copy_global_to_shared(query, [row, 0], held.index(0), whole)
     tma.async_copy_global_to_shared(common, [row, 0], held.index(0), both)
@@ -153,21 +155,21 @@ def _share(queries, row, memory, between, tops, masses, span):
         highest = gl.max(scores, 1)
         higher = gl.where(highest > top + 8, gl.ceil(highest), top)
         shrink = gl.exp2(top - higher)
-        shares = gl.exp2(scores - higher[:, None]).to(gl.bfloat16)
+        shares = gl.exp2(scores - higher[:, None])  # rounded in pairs, for memory: one by one takes as long as this
         top = higher
         # In place of the shared keys of these positions, which have served.
-        k.index(slot)._reinterpret(gl.bfloat16, [HEADS, TILE], MEMORY).store(shares)
+        k.index(slot)._reinterpret(gl.bfloat16, [HEADS, TILE], MEMORY).store(shares.to(gl.bfloat16))
         shrinks.index(slot).store(shrink.to(gl.bfloat16))
         gl.thread_barrier()
         mbarrier.arrive(made.index(slot), count=1)
         shrink = gl.convert_layout(shrink, gl.SliceLayout(1, mass.type.layout))
-        mass = mass * shrink[:, None] + _mass(shares.to(gl.float32))
+        mass = mass * shrink[:, None] + _mass(shares)
     _publish(turn, (count - 1) % SLOTS)
     h = head + gl.arange(0, HEADS, layout=top.type.layout)
-    gl.store(tops + h, top, h < beyond)
+    gl.store(tops + h * room, top, h < beyond)
     mass = gl.sum(mass, 1)
     h = head + gl.arange(0, HEADS, layout=mass.type.layout)
-    gl.store(masses + h, mass, h < beyond)
+    gl.store(masses + h * room, mass, h < beyond)
 
 
 @gluon.jit
@@ -206,7 +208,7 @@ def _sum(memory, between, caches, parts, span, PART: gl.constexpr):
     gl.store(parts + h[:, None] * RANK + r[None, :], total, (h < beyond)[:, None])
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["length"])
 def attend(
     query,
     common,
@@ -228,17 +230,17 @@ def attend(
     """Attend from GROUP heads of a row to a range of positions. All as in ``attention._attend``, in bfloat16.
 
     ``query`` and its ``common`` channels, ``latent`` and ``shared`` are ``described``, the latter two with so many rows
-    a batch. What a program makes of the heads behind its own is not kept.
+    a batch. What a program makes of the heads behind its own is not kept. Positions are asked for before the kernel
+    before has ended: it lets this one start when those before it have, and writes queries alone.
     """
-    wait(EARLY)
     split, n = gl.program_id(1), gl.program_id(2)
-    seen = gl.load(length) - tokens + n % tokens + 1
+    seen = counted(length) - tokens + n % tokens + 1
     size = gl.cdiv(gl.cdiv(seen, TILE), SPLITS) * TILE
     first = split * size
     last = gl.minimum(first + size, seen)
     if first < last:
         head = gl.program_id(0) * GROUP
-        place = (n.to(gl.int64) * room + split) * heads
+        row = n * heads
         c = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, TILE, RANK], MEMORY)
         k = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, TILE, COMMON], MEMORY)
         both = gl.allocate_shared_memory(gl.bfloat16, [HEADS, COMMON], MEMORY)
@@ -261,13 +263,17 @@ def attend(
         memory, between = (c, k, both, rest, shrinks), (loaded, made, turn, free, held)
         caches = (latent, shared, n // tokens * latent_rows, n // tokens * shared_rows)
         span = (first, last, head, gl.minimum(head + GROUP, heads))
-        parts += place * RANK
+        parts += (n.to(gl.int64) * room + split) * heads * RANK
+        tops += row.to(gl.int64) * room + split
+        masses += row.to(gl.int64) * room + split
         gl.warp_specialize(
             [
-                (_share, ((query, common), n * heads + head, memory, between, tops + place, masses + place, span)),
+                (_share, ((query, common), row + head, memory, between, tops, masses, room, span, EARLY)),
                 (_sum, (memory, between, caches, parts, span, gl.constexpr(0))),
                 (_sum, (memory, between, caches, parts, span, gl.constexpr(1))),
             ],
             [4, 4],
             [REGISTERS, REGISTERS],
         )
+    else:
+        wait(EARLY)

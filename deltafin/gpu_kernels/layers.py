@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from deltafin import config
@@ -13,9 +12,7 @@ def mla(c: config.MLA, w: Any, s: Any, stream: Any, norm: Tensor, query: Tensor 
     """Add to the stream as ``Block.mix`` does, with positions that are counted on the GPU: so it can be captured."""
     x_BTD = stream.read(query, ops)
     tokens = x_BTD.shape[1]
-    length = s.position
-    if length is None:
-        length = torch.full((1,), s.length + tokens, dtype=torch.int32, device=x_BTD.device)
+    length = s.length + tokens if s.position is None else s.position
     q, latent_shared, *gate = ops.linears(ops.rms_norm(x_BTD, norm, stream.eps), w.first)
     if w.q_up is not None:
         q = ops.linear(ops.rms_norm(q, w.q_norm, c.eps), w.q_up)

@@ -5,6 +5,12 @@ import triton.language as tl
 
 
 @triton.jit
+def counted(length):
+    """Return how many positions there are: a number, or a pointer to one that changes between a graph's replays."""
+    return tl.load(length) if length.dtype.is_ptr() else length
+
+
+@triton.jit
 def sigmoid(x):
     """``1 / (1 + e^-x)``, by the exponential of what is not positive."""
     e = tl.exp(-tl.abs(x))
