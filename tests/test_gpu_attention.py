@@ -155,11 +155,12 @@ def test_output_gate():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_append(dtype):
+@pytest.mark.parametrize("length", [8, torch.tensor([8], dtype=torch.int32)])
+def test_append(dtype, length):
     latent = torch.full((2, 9, 20), 7.0, device=DEVICE, dtype=dtype)
     shared = torch.full((2, 9, 6), 7.0, device=DEVICE, dtype=dtype)
     x, norm = normal(1, 2, 3, 26).to(DEVICE, dtype), normal(2, 20).to(DEVICE)
-    append(x, norm, 1e-5, latent, shared, torch.tensor([8], dtype=torch.int32, device=DEVICE))
+    append(x, norm, 1e-5, latent, shared, on(length))
     want = reference.rms_norm(x[..., :20], norm, 1e-5)
     assert torch.allclose(latent[:, 5:8].float(), want.float(), rtol=1e-2 if dtype == torch.bfloat16 else 1e-6)
     assert torch.equal(shared[:, 5:8], x[..., 20:])
