@@ -445,7 +445,37 @@ def few_rows(
             gl.store(y + (row + n) * total + before + output, value, n < left)
 
 
-@gluon.jit(do_not_specialize=["count", "tiles"])
+@gluon.jit
+def none_arrived(arrived, count):
+    """Set counters to zero for ``is_last`` in the kernel that comes next: nobody else uses them by now."""
+    mine = gl.program_id(0) * gl.num_programs(1) + gl.program_id(1)
+    for i in range(mine, count, gl.num_programs(0) * gl.num_programs(1)):
+        gl.store(arrived + i, 0)
+
+
+@gluon.jit
+def is_last(arrived, CHOSEN: gl.constexpr):
+    """Whether all of a row's pairs have written their parts of the outputs that this program has written."""
+    gl.thread_barrier()
+    at = arrived + gl.program_id(0) // CHOSEN * gl.num_programs(1) + gl.program_id(1)
+    return gl.atomic_add(at, 1, sem="acq_rel") == CHOSEN - 1
+
+
+@gluon.jit
+def add_up(parts, ids, y, output, mine, OUTPUTS: gl.constexpr, CHOSEN: gl.constexpr):
+    """Some outputs of a row: the sum of its parts, place by place, whoever was the last to write one."""
+    row = (gl.program_id(0) // CHOSEN).to(gl.int64)
+    values = ()
+    for place in gl.static_range(CHOSEN):  # all are asked for before the first is needed
+        pair = row * CHOSEN + place
+        values = values + (gl.load(parts + pair * OUTPUTS + output, mine & (gl.load(ids + pair) >= 0), 0),)
+    total = values[0]
+    for place in gl.static_range(1, CHOSEN):
+        total += values[place]
+    gl.store(y + row * OUTPUTS + output, total, mine)
+
+
+@gluon.jit(do_not_specialize=["count", "tiles", "counters"])
 def few_up(
     x,
     ids,
@@ -455,6 +485,8 @@ def few_up(
     up,
     up_scales,
     h,
+    arrived,
+    counters,
     gate_limit,
     up_limit,
     tiles,
@@ -474,6 +506,7 @@ def few_up(
     expert = pair.to(gl.int64)
     if CHOSEN:
         wait(EARLY)
+        none_arrived(arrived, counters)
         expert = gl.load(ids + pair)
         x += pair // CHOSEN * COLUMNS
     else:
@@ -509,19 +542,26 @@ def few_down(
     down,
     scales,
     parts,
+    arrived,
+    y,
     tiles,
     EARLY: gl.constexpr,
+    CHOSEN: gl.constexpr,
     OUTPUTS: gl.constexpr,
     COLUMNS: gl.constexpr,
     PER: gl.constexpr,
     TILES: gl.constexpr,
     SLOTS: gl.constexpr,
 ):
-    """Some outputs of one (row, expert) pair, weighted, of int8. ``few_up`` came before: ids are there already."""
+    """Some outputs of one (row, expert) pair, weighted, of int8. ``few_up`` came before: ids are there already.
+
+    The last of a row's programs for the same outputs adds them up.
+    """
     pair = gl.program_id(0)
     expert = gl.load(ids + pair)
+    span = _span(gl.program_id(1), tiles, OUTPUTS, TILES)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 2], [1, 8, 4], [1, 1, WARPS], [2, 1, 0])
     if expert >= 0:
-        span = _span(gl.program_id(1), tiles, OUTPUTS, TILES)
         row = expert * OUTPUTS
         down += row * (COLUMNS // PER)
         scales += row
@@ -529,11 +569,14 @@ def few_down(
         weight = gl.load(weights + pair).to(gl.float32)
         for tile in range(span[1]):
             value = dots(begun, (down,), (scales,), span, tile, 1, COLUMNS, PER, TILES, SLOTS)[0] * weight
-            LAYOUT: gl.constexpr = value.type.layout
             output = _rows(span, tile, TILES, LAYOUT)
             gl.store(parts + pair * OUTPUTS + output, value * gl.load(scales + output))
     else:
         wait(EARLY)
+    if is_last(arrived, CHOSEN):
+        for tile in range(span[1]):
+            output = _rows(span, tile, TILES, LAYOUT)
+            add_up(parts, ids, y, output, output >= 0, OUTPUTS, CHOSEN)
 
 
 # Launches -----------------------------------------------------------------------------------------------------------

@@ -157,8 +157,8 @@ def _inner(xs: Tensor, ids: Tensor | None, gate: Stored, up: Stored, activation:
     """The activated inner channels of every (row, expert) pair, or of the one expert for every row: float32."""
     (rows, columns), width = xs.shape, gate.codes.shape[-2]
     chosen = 0 if ids is None else ids.shape[1]
-    if in_digits(xs, gate, up):
-        return _inner_in_digits(xs, ids, gate, up, activation)
+    if ids is None and in_digits(columns, gate, up):
+        return _inner_in_digits(xs, None, gate, up, activation)
     together = at_once(rows) if ids is None else 1
     shape = shape_of(gate.per, columns, width * max(1, chosen), together)
     h = torch.empty(rows * max(1, chosen), width, device=xs.device)
@@ -190,42 +190,29 @@ def _inner(xs: Tensor, ids: Tensor | None, gate: Stored, up: Stored, activation:
     return h
 
 
-def _inner_in_digits(xs: Tensor, ids: Tensor | None, gate: Stored, up: Stored, activation: Activation) -> Tensor:
+def _inner_in_digits(
+    xs: Tensor, ids: Tensor | None, gate: Stored, up: Stored, activation: Activation, arrived: Tensor | None = None
+) -> Tensor:
+    """See ``_inner``; with ids, and with counters that are set to zero."""
     (rows, columns), width = xs.shape, gate.codes.shape[-2]
     chosen = 0 if ids is None else ids.shape[1]
     h = torch.empty(rows * max(1, chosen), width, device=xs.device)
+    weights = [digits.words(t) for t in (gate.codes, gate.scales, up.codes, up.scales)]
+    counters = (xs, 0) if arrived is None else (arrived, arrived.numel())
+    shapes = {"CHOSEN": chosen, "WIDTH": width, "COLUMNS": columns, "SATURATES": isinstance(activation, SiTU)}
     if ids is not None and gate.per == MX:
         tiles, programs = digits.shared_out([width], 1, len(h), xs.device, nibbles.MOST.value)
         nibbles.few_up[len(h), programs](
-            xs,
-            ids,
-            *(digits.words(t) for t in (gate.codes, gate.scales, up.codes, up.scales)),
-            h,
-            *limits(activation),
-            tiles,
-            CHOSEN=chosen,
-            WIDTH=width,
-            COLUMNS=columns,
-            SATURATES=isinstance(activation, SiTU),
-            **nibbles.options(xs.device),
+            *(xs, ids, *weights, h, *counters, *limits(activation), tiles), **shapes, **nibbles.options(xs.device)
         )
         return h
     together = 1 if chosen else digits.at_once(rows, columns, xs.device)
     chunks = triton.cdiv(len(h), together)
     tiles, programs = digits.shared_out([width], 1, chunks, xs.device)
     digits.few_up[chunks, programs](
-        xs,
-        xs if ids is None else ids,
-        len(h),
-        *(digits.words(t) for t in (gate.codes, gate.scales, up.codes, up.scales)),
-        h,
-        *limits(activation),
-        tiles,
-        CHOSEN=chosen,
+        *(xs, xs if ids is None else ids, len(h), *weights, h, *counters, *limits(activation), tiles),
         COUNT=together,
-        WIDTH=width,
-        COLUMNS=columns,
-        SATURATES=isinstance(activation, SiTU),
+        **shapes,
         **digits.options(xs.device, gate.per, 1, 3),
     )
     return h
@@ -235,43 +222,46 @@ def _few(
     xs: Tensor, ids: Tensor, weights: Tensor, stack: list[Stored], activation: Activation, dtype: torch.dtype
 ) -> Tensor:
     gate, up, down = stack
-    h = _inner(xs, ids, gate, up, activation)
-    (rows, chosen), outputs = ids.shape, down.codes.shape[1]
-    parts = torch.empty(len(h), outputs, device=xs.device)
-    if in_digits(h, down):
+    (rows, chosen), outputs, width = ids.shape, down.codes.shape[1], gate.codes.shape[1]
+    parts = torch.empty(rows * chosen, outputs, device=xs.device)
+    y = torch.empty(rows, outputs, dtype=dtype, device=xs.device)
+    if in_digits(xs.shape[1], gate, up) and in_digits(width, down):
         if down.per == MX:
             form, how, most = nibbles.few_down, nibbles.options(xs.device), {"most": nibbles.MOST.value}
         else:
             form, how, most = digits.few_down, digits.options(xs.device, down.per, 1, 4), {}
-        tiles, programs = digits.shared_out([outputs], 1, len(h), xs.device, **most)
+        tiles, programs = digits.shared_out([outputs], 1, len(parts), xs.device, **most)
+        arrived = torch.empty(rows, programs, dtype=torch.int32, device=xs.device)
+        h = _inner_in_digits(xs, ids, gate, up, activation, arrived)
         form[len(h), programs](
-            *(h, ids, weights, digits.words(down.codes), digits.words(down.scales), parts, tiles),
+            *(h, ids, weights, digits.words(down.codes), digits.words(down.scales), parts, arrived, y, tiles),
+            CHOSEN=chosen,
             OUTPUTS=outputs,
-            COLUMNS=h.shape[1],
+            COLUMNS=width,
             **how,
         )
-    else:
-        shape = shape_of(down.per, h.shape[1], outputs * chosen, 1)
-        _few_down[triton.cdiv(outputs, shape.block * shape.batch), len(h)](
-            h,
-            ids,
-            weights,
-            down.codes,
-            down.scales,
-            parts,
-            OUTPUTS=outputs,
-            COLUMNS=h.shape[1],
-            PER=down.per,
-            BLOCK=shape.block,
-            BATCH=shape.batch,
-            QUADS=shape.quads,
-            ALIGNED=aligned(down),
-            STAGES=shape.stages,
-            num_warps=shape.warps,
-            enable_fp_fusion=False,
-            **early(xs.device),
-        )
-    y = torch.empty(rows, outputs, dtype=dtype, device=xs.device)
+        return y
+    h = _inner(xs, ids, gate, up, activation)
+    shape = shape_of(down.per, width, outputs * chosen, 1)
+    _few_down[triton.cdiv(outputs, shape.block * shape.batch), len(h)](
+        h,
+        ids,
+        weights,
+        down.codes,
+        down.scales,
+        parts,
+        OUTPUTS=outputs,
+        COLUMNS=width,
+        PER=down.per,
+        BLOCK=shape.block,
+        BATCH=shape.batch,
+        QUADS=shape.quads,
+        ALIGNED=aligned(down),
+        STAGES=shape.stages,
+        num_warps=shape.warps,
+        enable_fp_fusion=False,
+        **early(xs.device),
+    )
     _sum_places[triton.cdiv(outputs, 128), rows](*(parts, ids, y, 0, outputs, chosen, outputs, 128), **early(xs.device))
     return y
 

@@ -391,7 +391,7 @@ def few_rows(xs: Tensor, weights: Sequence[Stored], dtype: torch.dtype) -> tuple
     (rows, columns), per = xs.shape, weights[0].per
     sizes = [len(w.codes) for w in weights]
     y = torch.empty(rows, sum(sizes), dtype=dtype, device=xs.device)
-    if in_digits(xs, *weights):
+    if in_digits(columns, *weights):
         codes, scales = (tuple(digits.words(w[i]) for w in weights) for i in (1, 2))
         if rows == 1 and per == INT8:
             single.launch(xs, codes, scales, sizes, y)
@@ -430,11 +430,11 @@ def few_rows(xs: Tensor, weights: Sequence[Stored], dtype: torch.dtype) -> tuple
     return y.split(sizes, -1)
 
 
-def in_digits(x: Tensor, *weights: Stored) -> bool:
+def in_digits(columns: int, *weights: Stored) -> bool:
     """Whether a few rows are multiplied by the tensor cores, in whole numbers: see ``digits``."""
     tensors = [t for w in weights for t in (w.codes, w.scales)]
     per = weights[0].per
-    return per in (INT8, MX) and digits.serves(per, x.shape[-1], tensors)
+    return per in (INT8, MX) and digits.serves(per, columns, tensors)
 
 
 def aligned(w: Stored) -> bool:
@@ -581,7 +581,7 @@ def linears(x: Tensor, weights: Sequence[Weight]) -> tuple[Tensor, ...]:
         if w is None or (not few(x) and plain(x, w)):
             out[i] = reference.linear(xs, weights[i])
         elif few(x):
-            alike.setdefault((w.per, aligned(w), in_digits(xs, w)), []).append(i)
+            alike.setdefault((w.per, aligned(w), in_digits(xs.shape[1], w)), []).append(i)
         else:
             out[i] = _many(xs, w)
     for places in alike.values():
