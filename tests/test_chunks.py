@@ -73,9 +73,9 @@ def by_chunk(inputs: list[Tensor], layer: Layer, state: DeltaState, threads: int
     """The kernel itself, for any number of tokens; nothing of what its output held before may stay."""
     S = state.S_BHVK.numpy()
     groups = S.shape[1] // layer.heads
-    out = torch.full_like(inputs[2], torch.nan)
+    out, read = torch.full_like(inputs[2], torch.nan), delta.as_read(layer.weights).tensors
     chunks.many_tokens(
-        groups, tuple(x.contiguous().numpy() for x in inputs), tuple(x.numpy() for x in delta.as_read(layer.weights)),
+        groups, tuple(x.contiguous().numpy() for x in inputs), tuple(x.numpy() for x in read),
         tuple(t.numpy() for t in state[:3]), S, layer.floor or 0.0, EPS, out.numpy(), threads,
     )  # fmt: skip
     return out

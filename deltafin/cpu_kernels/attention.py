@@ -19,7 +19,6 @@ from deltafin.cpu_kernels.compiling import kernel
 from deltafin.cpu_kernels.linear import block, prepare
 from deltafin.cpu_kernels.many import attend, up_of
 from deltafin.cpu_kernels.mathematics import exp, exps
-from deltafin.cpu_kernels.small import rounded
 from deltafin.cpu_kernels.stored import (
     ADDRESS,
     BF16,
@@ -32,11 +31,10 @@ from deltafin.cpu_kernels.stored import (
     STRIDE,
     Stored,
     as_array,
-    as_tensor,
     described,
     is_coarse,
     own,
-    table_of,
+    rounded,
 )
 from deltafin.cpu_kernels.threads import threads
 from deltafin.ops import FEW, reference
@@ -317,7 +315,8 @@ def few_queries(
     """All heads of all rows; ``queries`` uint32 [rows, groups, (rank + common) / 2, WIDTH] has groups to use tiles."""
     heads = q.shape[1]
     for stage in range(3):
-        for t in prange(nt):
+        for thread in prange(nt):
+            t = np.int64(thread)  # ``prange`` counts in unsigned numbers, for which callees would be compiled anew
             w, seen, ready, asked, tiled = own(up), own(lengths), own(prepared), own(absorbed), own(queries)
             sums = own(largest), own(mass), own(acc)
             if stage == 0:
@@ -402,4 +401,5 @@ def attention(q_BTHC: Tensor, latent_BSR: Tensor, shared_BSJ: Tensor, up: Stored
         return attend(q_BTHC.float(), latent_BSR, shared_BSJ, up_of(up, heads), value_dim).to(q_BTHC.dtype)
     q, dtype = as_array(q_BTHC).reshape(batch * tokens, heads, channels), q_BTHC.dtype
     about = (cache, latent_BSR.shape[1], tokens, suits_tiles(dtype, cache), threads())
-    return as_tensor(attend_few(table_of((row,))[0], value_dim, q, is_coarse(dtype), *about), q_BTHC)
+    o = attend_few(row.table[0], value_dim, q, is_coarse(dtype), *about)
+    return torch.from_numpy(o).to(dtype).view(batch, tokens, heads, value_dim)

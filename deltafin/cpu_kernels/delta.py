@@ -4,6 +4,8 @@ One region over the key heads. A row of the state, the keys of one value channel
 token (``ops.reference`` says why the state is value-major); everything else stays in the cache.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from numba import prange
@@ -13,7 +15,7 @@ from deltafin.cpu_kernels import vector as v
 from deltafin.cpu_kernels.chunks import many_tokens, normalise
 from deltafin.cpu_kernels.compiling import kernel
 from deltafin.cpu_kernels.mathematics import convolve, exps, gated, log_decays, sigmoid, sum_of_products
-from deltafin.cpu_kernels.stored import floats, own, plain
+from deltafin.cpu_kernels.stored import floats, is_coarse, keep, own, plain, room
 from deltafin.cpu_kernels.threads import threads
 from deltafin.ops import FEW, DeltaState, DeltaWeights, reference
 
@@ -115,7 +117,8 @@ def few_tokens(groups, inputs, weights, tails, S, floor, eps, out, nt):
     """All key heads of all sequences; each thread takes its share."""
     heads, value, key, tokens = S.shape[1] // groups, S.shape[2], S.shape[3], out.shape[1]
     work, most, wide = len(S) * heads, min(heads, HEADS), inputs[3].shape[2] // S.shape[1]
-    for t in prange(nt):
+    for thread in prange(nt):
+        t = np.int64(thread)  # ``prange`` counts in unsigned numbers, for which callees would be compiled anew
         x, w = inputs, weights
         mine = (
             (own(x[0]), own(x[1]), own(x[2]), own(x[3]), own(x[4]), own(x[5])),
@@ -138,10 +141,11 @@ def few_tokens(groups, inputs, weights, tails, S, floor, eps, out, nt):
 
 
 @kernel()
-def _few(groups, sizes, inputs, weights, state, floor, eps, out, nt):
+def _few(groups, sizes, inputs, weights, state, floor, eps, halves, out, nt):
     """``few_tokens`` of what stands at these addresses; ``sizes``: sequences, tokens, value heads, V, K, decays, W."""
     batch, tokens, heads, value, key, wide, window = sizes
     keys, values = heads // groups * key, heads * value
+    y = room(out, batch * tokens, values, halves)
     few_tokens(
         groups,
         (
@@ -166,11 +170,12 @@ def _few(groups, sizes, inputs, weights, state, floor, eps, out, nt):
             floats(state[2], (batch, window - 1, values)),
         ),
         floats(state[3], (batch, heads, value, key)),
-        floor,
-        eps,
-        out,
+        np.float32(floor),
+        np.float32(eps),
+        y.reshape(batch, tokens, values),
         nt,
     )
+    keep(y, out, halves)
 
 
 def delta_net(
@@ -192,28 +197,33 @@ def delta_net(
     if not all([t.is_contiguous() for t in s]):
         raise ValueError("the delta rule wants a contiguous state")
     inputs, weights = [plain(x) for x in (q_BTC, k_BTC, v_BTC, decay_BTC, beta_BTH, gate_BTC)], as_read(w)
-    (batch, heads, value, key), (_, tokens, keys) = S.shape, q_BTC.shape
-    groups, floor_32, eps_32 = heads * key // keys, np.float32(floor or 0), np.float32(eps)
-    y = np.empty((batch, tokens, heads * value), np.float32)
+    (batch, heads, value, key), (_, tokens, keys), dtype = S.shape, q_BTC.shape, q_BTC.dtype
+    groups = heads * key // keys
     nt = threads() if 4 * S.numel() * max(1, tokens // FEW) > PARALLEL else 1
     if tokens <= FEW:
-        sizes = batch, tokens, heads, value, key, decay_BTC.shape[2], len(weights[0])
-        x_at, w_at, s_at = [tuple([x.data_ptr() for x in every]) for every in (inputs, weights, s)]
-        _few(groups, sizes, x_at, w_at, s_at, floor_32, eps_32, y, nt)
-    else:
-        xs, ws, tails = [[x.numpy() for x in every] for every in (inputs, weights, s[:3])]
-        many_tokens(groups, xs, ws, tails, S.numpy(), floor_32, eps_32, y, nt)
-    return torch.from_numpy(y).to(q_BTC.dtype)
+        y = torch.empty((batch, tokens, heads * value), dtype=dtype)
+        sizes = batch, tokens, heads, value, key, decay_BTC.shape[2], len(weights.tensors[0])
+        x_at, s_at = tuple([x.data_ptr() for x in inputs]), tuple([x.data_ptr() for x in s])
+        _few(groups, sizes, x_at, weights.addresses, s_at, floor or 0.0, eps, is_coarse(dtype), y.data_ptr(), nt)
+        return y
+    y = torch.empty((batch, tokens, heads * value))
+    xs, ws, tails = [[x.numpy() for x in every] for every in (inputs, weights.tensors, s[:3])]
+    many_tokens(groups, xs, ws, tails, S.numpy(), np.float32(floor or 0), np.float32(eps), y.numpy(), nt)
+    return y.to(dtype)
 
 
-def as_read(w: DeltaWeights) -> list[Tensor]:
-    """The weights as the kernels take them: convolutions as [W, channels], turned once and kept."""
-    return [*(_taps(conv) for conv in w[:3]), *(plain(x) for x in w[3:])]
+class Read(NamedTuple):
+    """Weights as the kernels take them, which convolutions are turned for: [W, channels]; and their addresses."""
+
+    of: DeltaWeights
+    tensors: list[Tensor]
+    addresses: tuple[int, ...]
 
 
-def _taps(conv: Tensor) -> Tensor:
-    try:
-        return conv._taps  # type: ignore[attr-defined]
-    except AttributeError:
-        conv._taps = taps = plain(conv.T)  # type: ignore[attr-defined]
-        return taps
+def as_read(w: DeltaWeights) -> Read:
+    """The weights as the kernels take them, made once and kept with the first of them."""
+    read = getattr(w.q_conv, "_read", None)
+    if read is None or read.of is not w:
+        tensors = [*(plain(conv.T) for conv in w[:3]), *(plain(x) for x in w[3:])]
+        w.q_conv._read = read = Read(w, tensors, tuple(x.data_ptr() for x in tensors))  # type: ignore[attr-defined]
+    return read

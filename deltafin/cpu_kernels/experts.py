@@ -22,12 +22,17 @@ from deltafin.cpu_kernels.stored import (
     OUTPUTS,
     STRIDE,
     Stored,
-    as_array,
-    as_tensor,
     described,
     few,
+    floats,
+    integers,
     is_coarse,
+    keep,
+    like,
     own,
+    packed,
+    plain,
+    read,
     scratch,
     table_of,
 )
@@ -121,7 +126,8 @@ def few_experts(table, start, row, share, limits, x, coarse, x_prepared, h, up, 
         nt = 1
     pairs = len(row)
     for stage in range(3):
-        for t in prange(nt):
+        for thread in prange(nt):
+            t = np.int64(thread)  # ``prange`` counts in unsigned numbers, for which callees would be compiled anew
             every, first, rows, gates, ups, ready = own(table), own(start), own(row), own(h), own(up), own(h_prepared)
             if stage == 0:
                 _up(every, first, rows, own(x), own(x_prepared), gates, ups, t, nt)
@@ -139,6 +145,14 @@ def run(table, start, row, share, limits, x, coarse, nt):
     y = np.empty((len(x), table[2, OUTPUTS]), np.float32)
     few_experts(table, start, row, share, limits, x, coarse, scratch(x), h, up, scratch(h), y, nt)
     return y
+
+
+@kernel()
+def alone(table, limits, x, coarse, nt):
+    """``run`` of one expert, the only one, for all rows."""
+    rows = len(x)
+    start, row, share = np.array((0, rows)), np.arange(rows), np.ones(rows, np.float32)
+    return run(table, start, row, share, limits, x, coarse, nt)
 
 
 @kernel(parallel=True)
@@ -166,16 +180,22 @@ def saturation(kind: Activation) -> tuple[np.float32, np.float32]:
 
 def gated(x: Tensor, gate: Stored, up: Stored, down: Stored, kind: Activation) -> Tensor:
     """See ``reference.gated``."""
-    xs, about = few(x), [described(w) for w in (gate, up, down)]
+    rows, about, limits = few(x), [described(w) for w in (gate, up, down)], saturation(kind)
     if x.dtype == torch.float64:
         return reference.gated(x, gate, up, down, kind)
-    if xs is None or None in about:
-        y = _many_rows(x.reshape(-1, x.shape[-1]), Expert(gate, up, down), saturation(kind))
+    if rows is None or None in about:
+        y = _many_rows(x.reshape(-1, x.shape[-1]), Expert(gate, up, down), limits)
         return y.to(x.dtype).view(*x.shape[:-1], -1)
-    rows = len(xs)
-    every = (np.array((0, rows)), np.arange(rows), np.ones(rows, np.float32))
     table = table_of(about)  # type: ignore[arg-type]
-    return as_tensor(run(table, *every, saturation(kind), xs, is_coarse(x.dtype), threads()), x)
+    x, y, coarse = packed(x), like(x, about[2].outputs), is_coarse(x.dtype)  # type: ignore[union-attr]
+    _gated(table, limits, x.data_ptr(), rows, x.shape[-1], coarse, y.data_ptr(), threads())
+    return y
+
+
+@kernel()
+def _gated(table, limits, x, rows, columns, coarse, out, nt):
+    """``alone`` for the activations at address x, to address ``out``."""
+    keep(alone(table, limits, read(x, rows, columns, coarse), coarse, nt), out, coarse)
 
 
 def experts(
@@ -190,37 +210,41 @@ def experts(
     dtype = dtype or x_NM.dtype
     if x_NM.dtype == torch.float64:
         return reference.experts(x_NM, ids_NE, weight_NE, expert, activation, dtype)
-    xs, ids, share = few(x_NM), ids_NE.contiguous().numpy(), as_array(weight_NE)
-    if len(ids) == 1:  # increasing by contract
-        used, share = ids[0].tolist(), share[0]
-        start, row = np.arange(len(used) + 1), np.zeros(len(used), np.int64)
-    else:
-        start, row, share, used = grouped(ids, share, ids.max() + 1)
-        used = used.tolist()
-    if xs is None:
-        return _many_experts(x_NM, used, start, row, share, expert, activation).to(dtype)
-    chosen = [expert(x) for x in used]  # keeps them alive until all is done
-    about = [described(w) for e in chosen for w in e]
+    rows, ids, share, limits = few(x_NM), packed(ids_NE), plain(weight_NE), saturation(activation)
+    if rows is None:
+        return _many_experts(x_NM, ids, share, expert, limits).to(dtype)
+    each = ids.tolist()
+    chosen = [expert(x) for x in (each[0] if rows == 1 else sorted({x for row in each for x in row}))]
+    about = [described(w) for e in chosen for w in e]  # ``chosen`` keeps them alive until all is done
     if None in about:
-        return _many_experts(x_NM, used, start, row, share, expert, activation).to(dtype)
-    table, limits = table_of(about), saturation(activation)  # type: ignore[arg-type]
-    y = run(table, start, row, share, limits, xs, is_coarse(x_NM.dtype), threads())
-    return torch.from_numpy(y).to(dtype)
+        return _many_experts(x_NM, ids, share, expert, limits).to(dtype)
+    x, y = packed(x_NM), torch.empty(x_NM.shape, dtype=dtype)
+    _experts(
+        *(table_of(about), ids.data_ptr(), share.data_ptr(), ids.shape[1], limits),  # type: ignore[arg-type]
+        *(x.data_ptr(), rows, x.shape[1], is_coarse(x.dtype), y.data_ptr(), is_coarse(dtype), threads()),
+    )
+    return y
+
+
+@kernel()
+def _experts(table, ids, share, chosen, limits, x, rows, columns, coarse, out, halves, nt):
+    """``run`` for what stands at these addresses: ids and shares [rows, chosen], x [rows, columns]."""
+    which = integers(ids, (rows, chosen))
+    start, row, shares, _ = grouped(which, floats(share, which.shape), which.max() + 1)
+    keep(run(table, start, row, shares, limits, read(x, rows, columns, coarse), coarse, nt), out, halves)
 
 
 def _many_experts(
     x: Tensor,
-    used: list[int],
-    start: np.ndarray,
-    row: np.ndarray,
-    share: np.ndarray,
+    ids: Tensor,
+    share: Tensor,
     expert: Callable[[int], Expert],
-    activation: Activation,
+    limits: tuple[np.float32, np.float32],
 ) -> Tensor:
     """Expert by expert, all rows that have chosen it at once; an expert is read when its turn comes."""
-    y, limits = torch.zeros(len(x), x.shape[1]), saturation(activation)
-    rows, shares = torch.from_numpy(row), torch.from_numpy(share).unsqueeze(1)
-    for i, which in enumerate(used):
+    start, row, shares, used = grouped(ids.numpy(), share.numpy(), int(ids.max()) + 1)
+    y, rows, shares = torch.zeros(len(x), x.shape[1]), torch.from_numpy(row), torch.from_numpy(shares).unsqueeze(1)
+    for i, which in enumerate(used.tolist()):
         part = slice(int(start[i]), int(start[i + 1]))
         mine, count = rows[part], int(start[i + 1] - start[i])
         if more := in_halves(x.dtype) and filled(count) - count:

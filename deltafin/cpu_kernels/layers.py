@@ -19,10 +19,10 @@ from deltafin.cpu_kernels import vector as v
 from deltafin.cpu_kernels.attention import attend_few, cache_of, suits_tiles
 from deltafin.cpu_kernels.compiling import kernel
 from deltafin.cpu_kernels.delta import PARALLEL, as_read, few_tokens
-from deltafin.cpu_kernels.experts import grouped, run, saturation
+from deltafin.cpu_kernels.experts import alone, grouped, run, saturation
 from deltafin.cpu_kernels.linear import few_rows
 from deltafin.cpu_kernels.mathematics import gated
-from deltafin.cpu_kernels.small import choose, mix, norm_rows, rounded
+from deltafin.cpu_kernels.small import choose, mix, norm_rows
 from deltafin.cpu_kernels.stored import (
     ADDRESS,
     F32,
@@ -33,6 +33,7 @@ from deltafin.cpu_kernels.stored import (
     described,
     floats,
     is_coarse,
+    rounded,
     scratch,
     table_of,
 )
@@ -113,7 +114,8 @@ def _kda(stream, norm, batch, sizes, first, decay_up, gate_up, out, weights, sta
     tails = floats(state[0], narrow), floats(state[1], narrow), floats(state[2], wide)
     S = floats(state[3], (batch, heads, values // heads, keys // heads))
     o = np.empty((batch, tokens, values), np.float32)
-    few_tokens(1, inputs, weights, tails, S, floor, eps, o, nt if S.nbytes > PARALLEL else 1)
+    groups = np.int64(1)  # a literal would be compiled for anew
+    few_tokens(groups, inputs, weights, tails, S, floor, eps, o, nt if S.nbytes > PARALLEL else 1)
     _add(sums, place, product(out, o.reshape(batch * tokens, values), coarse, nt))
 
 
@@ -153,7 +155,7 @@ def kda(c: config.KDA, w: Any, s: Any, stream: Any, norm: Tensor, query: Tensor 
         tables = _plan(w.first, w.decay_up, w.gate_up, w.out)
         sizes = np.array((c.heads * c.key_dim, c.heads * c.value_dim, c.heads, c.decay_rank))
         about = _query(query), as_array(norm), np.float32(c.decay_floor or 0)
-        return tables and (sizes, *tables, *about, tuple(x.numpy() for x in as_read(w.between)))
+        return tables and (sizes, *tables, *about, tuple(x.numpy() for x in as_read(w.between).tensors))
 
     made = _kept(w, make)
     if made is None:
@@ -236,16 +238,10 @@ def mla(c: config.MLA, w: Any, s: Any, stream: Any, norm: Tensor, query: Tensor 
 
 
 @kernel()
-def _gated(x, table, limits, coarse, nt):
-    rows = len(x)
-    start, row, share = np.array((0, rows)), np.arange(rows), np.ones(rows, np.float32)
-    return run(table, start, row, share, limits, x, coarse, nt)
-
-
-@kernel()
 def _mlp(stream, norm, table, limits, coarse, nt):
     sums, finished, place, query, eps = stream
-    _add(sums, place, _gated(normed(_read(sums, finished, query, eps), norm, eps), table, limits, coarse, nt))
+    x = normed(_read(sums, finished, query, eps), norm, eps)
+    _add(sums, place, alone(table, limits, x, coarse, nt))
 
 
 def mlp(c: config.MLP, w: Any, stream: Any, norm: Tensor, query: Tensor | None, ops: Any) -> bool:
@@ -270,7 +266,8 @@ def _chosen(stream, norm, choice, coarse, nt):
     sums, finished, _, query, eps = stream
     x = normed(_read(sums, finished, query, eps), norm, eps)
     ids, weights = np.empty((len(x), chosen), np.int64), np.empty((len(x), chosen), np.float32)
-    choose(product(router, x, False, nt), bias, renormalize, scale, ids, weights)  # a choice is not rounded
+    exact = np.bool_(False)  # a choice is not rounded; a literal would be compiled for anew
+    choose(product(router, x, exact, nt), bias, renormalize, scale, ids, weights)
     return x, product(latent_down, x, coarse, nt) if len(latent_down) else x, ids, weights
 
 
@@ -284,7 +281,7 @@ def _rest(stream, x, y, back, limits, coarse, nt):
     if len(latent_up):
         y = product(latent_up, y, coarse, nt)
     if len(shared):
-        other = _gated(x, shared, limits, coarse, nt)
+        other = alone(shared, limits, x, coarse, nt)
         for n in range(len(y)):
             for i in range(y.shape[1]):
                 y[n, i] += other[n, i]

@@ -28,13 +28,16 @@ from deltafin.cpu_kernels.stored import (
     SCALE_STRIDE,
     SCALES,
     STRIDE,
-    Row,
     Stored,
-    as_tensor,
     described,
     few,
     is_coarse,
+    keep,
+    like,
     own,
+    packed,
+    read,
+    room,
     scratch,
     table_of,
 )
@@ -274,7 +277,8 @@ def few_rows(table, x, coarse, prepared, y, nt):
         size += table[i, STRIDE] * table[i, OUTPUTS]
     if size * rows < PARALLEL:
         nt = 1
-    for t in prange(nt):
+    for thread in prange(nt):
+        t = np.int64(thread)  # ``prange`` counts in unsigned numbers, for which callees would be compiled anew
         every, xs, ready, ys, start = own(table), own(x), own(prepared), own(y), 0
         for i in range(len(every)):
             w = every[i]
@@ -295,25 +299,33 @@ def linears(x: Tensor, weights: Sequence[Stored]) -> tuple[Tensor, ...]:
     """See ``reference.linears``."""
     if x.dtype == torch.float64:
         return reference.linears(x, weights)
-    xs, about = few(x), [described(w) for w in weights]
-    if xs is None or None in about:
+    rows, about = few(x), [described(w) for w in weights]
+    if rows is None or None in about:
         return tuple(many_rows(x, weight) for weight in weights)
     sizes = [row.outputs for row in about]  # type: ignore[union-attr]
-    y = _product(xs, is_coarse(x.dtype), about, sum(sizes))  # type: ignore[arg-type]
-    return as_tensor(y, x).split(sizes, -1)
-
-
-def _product(xs: np.ndarray, coarse: bool, about: Sequence[Row], outputs: int) -> np.ndarray:
-    y = np.empty((len(xs), outputs), np.float32)
-    few_rows(table_of(about), xs, coarse, scratch(xs), y, threads())
-    return y
+    return _few(x, rows, table_of(about), sum(sizes)).split(sizes, -1)  # type: ignore[arg-type]
 
 
 def linear(x: Tensor, weight: Stored) -> Tensor:
     """See ``reference.linear``."""
     if x.dtype == torch.float64:
         return reference.linear(x, weight)
-    xs, row = few(x), described(weight)
-    if xs is None or row is None:
+    rows, row = few(x), described(weight)
+    if rows is None or row is None:
         return many_rows(x, weight)
-    return as_tensor(_product(xs, is_coarse(x.dtype), (row,), row.outputs), x)
+    return _few(x, rows, row.table, row.outputs)
+
+
+def _few(x: Tensor, rows: int, table: np.ndarray, outputs: int) -> Tensor:
+    """All weights of the table, which have so many outputs, times the rows of x, side by side."""
+    x, y, coarse = packed(x), like(x, outputs), is_coarse(x.dtype)
+    _product(table, x.data_ptr(), rows, x.shape[-1], coarse, y.data_ptr(), outputs, threads())
+    return y
+
+
+@kernel()
+def _product(table, x, rows, columns, coarse, out, outputs, nt):
+    """``few_rows`` of the activations at address x to address ``out``."""
+    xs, y = read(x, rows, columns, coarse), room(out, rows, outputs, coarse)
+    few_rows(table, xs, coarse, scratch(xs), y, nt)
+    keep(y, out, coarse)

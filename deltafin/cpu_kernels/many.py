@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deltafin.cpu_kernels import vector as v
 from deltafin.cpu_kernels.compiling import FEATURES, kernel
-from deltafin.cpu_kernels.stored import ADDRESS, SCALE_STRIDE, SCALES, STRIDE, Stored, described, table_of
+from deltafin.cpu_kernels.stored import ADDRESS, SCALE_STRIDE, SCALES, STRIDE, Stored, described
 from deltafin.cpu_kernels.threads import threads
 from deltafin.quant import MXFP4, Int8
 
@@ -60,7 +60,7 @@ def tiles(weight: Stored, as_stored: bool = False) -> Iterator[tuple[int, Tensor
     for start in range(0, rows, step):
         tile = room[: min(step, rows - start)]
         if row is not None:
-            _widen_mxfp4(table_of((row,))[0], start, tile.numpy(), threads())
+            _widen_mxfp4(row.table[0], start, tile.numpy(), threads())
         elif isinstance(weight, Int8):
             part = slice(start, start + len(tile))
             torch.mul(weight.codes[part], weight.scales[part, None], out=tile)

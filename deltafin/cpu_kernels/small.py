@@ -4,21 +4,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deltafin.cpu_kernels import vector as v
 from deltafin.cpu_kernels.compiling import kernel
 from deltafin.cpu_kernels.linear import linear
 from deltafin.cpu_kernels.mathematics import exp, sigmoids, sum_of_products
-from deltafin.cpu_kernels.stored import ROWS, Stored, as_array, as_tensor, few
+from deltafin.cpu_kernels.stored import (
+    ROWS,
+    Stored,
+    few,
+    floats,
+    is_coarse,
+    keep,
+    packed,
+    plain,
+    read,
+    room,
+    widened,
+)
 from deltafin.ops import reference
-
-
-@kernel()
-def rounded(x):
-    """The bits of the nearest bfloat16, the even one on a tie."""
-    bits = v.as_u32(x)
-    if x != x:
-        return np.uint32(0x7FC0)
-    return (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
 
 
 @kernel()
@@ -32,12 +34,19 @@ def norm_rows(x, weight, eps, y):
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See ``reference.rms_norm``."""
-    xs = few(x)
-    if xs is None:
+    rows = few(x)
+    if rows is None or x.dtype == torch.float64:
         return reference.rms_norm(x, weight, eps)
-    y = np.empty_like(xs)
-    norm_rows(xs, as_array(weight), np.float32(eps), y)
-    return as_tensor(y, x)
+    x, y, w = packed(x), torch.empty(x.shape, dtype=x.dtype), widened(weight)
+    _norm(x.data_ptr(), rows, len(w), is_coarse(x.dtype), w.data_ptr(), eps, y.data_ptr())
+    return y
+
+
+@kernel()
+def _norm(x, rows, columns, halves, weight, eps, out):
+    xs, y = read(x, rows, columns, halves), room(out, rows, columns, halves)
+    norm_rows(xs, floats(weight, (columns,)), np.float32(eps), y)
+    keep(y, out, halves)
 
 
 @kernel()
@@ -65,12 +74,12 @@ def mix(sources, query, eps, y):
 def mix_depth(sources: Tensor, query_D: Tensor, eps: float) -> Tensor:
     """See ``reference.mix_depth``."""
     depth, width = len(sources), sources.shape[-1]
-    if sources.numel() > depth * ROWS * width or sources.dtype == torch.float64:
+    rows = sources[0].numel() // width
+    if rows > ROWS or sources.dtype == torch.float64:
         return reference.mix_depth(sources, query_D, eps)
-    stack = as_array(sources).reshape(depth, -1, width)
-    y = np.empty(stack.shape[1:], np.float32)
-    mix(stack, as_array(query_D), np.float32(eps), y)
-    return as_tensor(y, sources[0])
+    stack, query, y = plain(sources).view(depth, rows, width), widened(query_D), np.empty((rows, width), np.float32)
+    mix(stack.numpy(), query.numpy(), np.float32(eps), y)
+    return torch.from_numpy(y).to(sources.dtype).view(sources.shape[1:])
 
 
 @kernel()
@@ -105,5 +114,5 @@ def route(
         return reference.route(x_ND, gate_XD, bias_X, chosen, renormalize, scale)
     logits = linear(x_ND.float(), gate_XD).numpy()
     ids, weights = np.empty((len(x_ND), chosen), np.int64), np.empty((len(x_ND), chosen), np.float32)
-    choose(logits, as_array(bias_X), renormalize, np.float32(scale), ids, weights)
+    choose(logits, widened(bias_X).numpy(), renormalize, np.float32(scale), ids, weights)
     return torch.from_numpy(ids), torch.from_numpy(weights)

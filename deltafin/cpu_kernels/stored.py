@@ -1,4 +1,9 @@
-"""How the kernels see tensors: stored weights as rows of a table of addresses, activations as float32 rows."""
+"""How the kernels see tensors: stored weights as rows of a table of addresses, activations as float32 rows.
+
+An operation of torch, once weights have pushed its code out of the caches, takes ten times as long as otherwise, and a
+tensor's address is had without one. So a call of a few rows goes into a kernel with addresses, and what it returns is
+the only tensor that is made.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -32,8 +37,9 @@ HEAD = 64
 
 
 class Row(NamedTuple):
-    """A weight as the kernels read it: its row of a table, as bytes, and how many outputs it has."""
+    """A weight as the kernels read it: a table of it alone, the table's bytes, and how many outputs it has."""
 
+    table: np.ndarray
     packed: bytes
     outputs: int
 
@@ -60,7 +66,8 @@ def _describe(weight: Stored) -> Row | None:
         kind, size = (BF16, 2) if weight.dtype == torch.bfloat16 else (F32, 4)
         known = weight.dtype in (torch.bfloat16, torch.float32) and weight.is_contiguous()
         row = (kind, weight.data_ptr(), size * weight.shape[1], 0, 0, weight.shape[0])
-    return Row(np.array(row).tobytes(), row[OUTPUTS]) if known else None
+    table = np.array([row])
+    return Row(table, table.tobytes(), row[OUTPUTS]) if known else None
 
 
 def table_of(rows: Sequence[Row]) -> np.ndarray:
@@ -68,12 +75,10 @@ def table_of(rows: Sequence[Row]) -> np.ndarray:
     return np.frombuffer(bytearray().join([row.packed for row in rows]), np.int64).reshape(-1, 6)
 
 
-def few(x: Tensor) -> np.ndarray | None:
-    """The rows of x as a float32 array, or None when they are too many, or float64."""
-    columns = x.shape[-1]
-    if x.numel() > ROWS * columns or x.dtype == torch.float64:
-        return None
-    return as_array(x).reshape(-1, columns)
+def few(x: Tensor) -> int | None:
+    """How many rows x has, or None when they are too many."""
+    rows = x.numel() // x.shape[-1]
+    return rows if rows <= ROWS else None
 
 
 def is_coarse(dtype: torch.dtype) -> bool:
@@ -91,12 +96,23 @@ def plain(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float32 and x.is_contiguous() else x.float().contiguous()
 
 
-def as_tensor(y: np.ndarray, like: Tensor) -> Tensor:
-    """Rows as a tensor of the type and leading dimensions of ``like``."""
-    out = torch.from_numpy(y)
-    if like.dtype != torch.float32:
-        out = out.to(like.dtype)
-    return out.view(*like.shape[:-1], y.shape[-1])
+def widened(w: Tensor) -> Tensor:
+    """A small weight as float32 numbers that follow each other, made once and kept with it."""
+    try:
+        return w._widened  # type: ignore[attr-defined]
+    except AttributeError:
+        w._widened = wide = plain(w)  # type: ignore[attr-defined]
+        return wide
+
+
+def packed(x: Tensor) -> Tensor:
+    """Activations whose numbers follow each other."""
+    return x if x.is_contiguous() else x.contiguous()
+
+
+def like(x: Tensor, columns: int) -> Tensor:
+    """Room for as many rows of another width."""
+    return torch.empty((*x.shape[:-1], columns), dtype=x.dtype)
 
 
 @kernel()
@@ -113,6 +129,51 @@ def own(x: np.ndarray) -> np.ndarray:
 def floats(address, shape):
     """A tensor's memory as an array. Python asks a tensor for its address in a tenth of the time of an array."""
     return carray(v.pointer(address), shape, np.float32)
+
+
+@kernel()
+def integers(address, shape):
+    """The same of whole numbers."""
+    return carray(v.pointer(address), shape, np.int64)
+
+
+@kernel()
+def rounded(x):
+    """The bits of the nearest bfloat16, the even one on a tie."""
+    bits = v.as_u32(x)
+    if x != x:
+        return np.uint32(0x7FC0)
+    return (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
+
+
+@kernel()
+def read(address, rows, columns, halves):
+    """Activations as float32 rows: those that lie there, or a copy of bfloat16."""
+    if not halves:
+        return floats(address, (rows, columns))
+    x, stored = np.empty((rows, columns), np.float32), carray(v.pointer(address), (rows, columns), np.uint16)
+    for n in range(rows):
+        for i in range(columns):
+            x[n, i] = v.as_f32(np.uint32(stored[n, i]) << np.uint32(16))
+    return x
+
+
+@kernel()
+def room(address, rows, columns, halves):
+    """Where float32 rows are made for an address: there, or elsewhere if they are still to be rounded."""
+    return np.empty((rows, columns), np.float32) if halves else floats(address, (rows, columns))
+
+
+@kernel()
+def keep(y, address, halves):
+    """Store float32 rows at an address, unless they were made there; rounded to bfloat16 if it is to hold that."""
+    if halves:
+        stored = carray(v.pointer(address), y.shape, np.uint16)
+        for n in range(len(y)):
+            for i in range(y.shape[1]):
+                stored[n, i] = rounded(y[n, i])
+    elif y.ctypes.data != address:
+        floats(address, y.shape)[:] = y
 
 
 @register_jitable
