@@ -51,28 +51,28 @@ def _about() -> tuple:
     return stream, X[0, 0], None, OPS
 
 
-def _kda() -> None:
-    conv, channels = torch.ones(32, 4), torch.ones(32)
+def _delta_net(tokens: int) -> tuple[DeltaWeights, DeltaState]:
+    conv, channels, x = torch.ones(32, 4), torch.ones(32), X.repeat(1, tokens, 1)
     between = DeltaWeights(conv, conv, conv, torch.ones(1), channels, channels)
+    state = DeltaState(*(torch.zeros(1, 3, 32) for _ in range(3)), torch.zeros(1, 1, 32, 32))
+    OPS.delta_net(x, x, x, x, x[..., :1], x, between, state, None, 1e-5)
+    return between, state
+
+
+def _mixers() -> None:
+    """Their cores first: by the time that the rest is compiled, what it shares with feed-forwards has been."""
+    between, state = _delta_net(1)
+    cache, up = (torch.ones(1, 4, 16), torch.ones(1, 4, 16)), ONE[:, :16].contiguous()
+    OPS.attention(X.unsqueeze(2), *cache, up, 16)
+
     w = SimpleNamespace(first=(ONE, ONE, ONE, ONE[:1], ONE, ONE), decay_up=ONE, gate_up=None, out=ONE, between=between)
-    s = SimpleNamespace(
-        **{name: torch.zeros(1, 3, 32) for name in ("q_tail", "k_tail", "v_tail")},
-        **{"S_BHVK": torch.zeros(1, 1, 32, 32), "length": 0},
-    )
-    kind = config.KDA(heads=1, key_dim=32, value_dim=32, conv_width=4, decay_rank=32)
-    layers.kda(kind, w, s, *_about())
-    state = DeltaState(s.q_tail, s.k_tail, s.v_tail, s.S_BHVK)
-    for x in (X, X.repeat(1, FEW + 1, 1)):
-        OPS.delta_net(x, x, x, x, x[..., :1], x, between, state, None, 1e-5)
-
-
-def _mla() -> None:
-    cache = torch.ones(1, 4, 16), torch.ones(1, 4, 16)
-    s = SimpleNamespace(reserve=lambda tokens: 1, buffers=lambda: cache)
+    s = SimpleNamespace(**state._asdict(), length=0)
+    layers.kda(config.KDA(heads=1, key_dim=32, value_dim=32, conv_width=4, decay_rank=32), w, s, *_about())
     w = SimpleNamespace(
         **{"first": (ONE, ONE, ONE[:16]), "q_up": None, "q_norm": None},
-        **{"latent_up": ONE[:, :16].contiguous(), "latent_norm": torch.ones(16), "out": ONE[:, :16].contiguous()},
+        **{"latent_up": up, "latent_norm": torch.ones(16), "out": up},
     )
+    s = SimpleNamespace(reserve=lambda tokens: 1, buffers=lambda: cache)
     kind = config.MLA(heads=1, plain_dim=16, shared_dim=16, value_dim=16, latent_rank=16, gate=True)
     layers.mla(kind, w, s, *_about())
 
@@ -104,9 +104,10 @@ def _others() -> None:
     OPS.rms_norm(X, X[0, 0], 1e-5)
     OPS.mix_depth(torch.stack([X, X]), X[0, 0], 1e-5)
     OPS.route(X[0], ONE, ONE[0], 1, True, 1.0)
+    _delta_net(FEW + 1)
 
 
-PARTS = ((_kda, _feed_forwards), (_mla, _others))
+PARTS = ((_feed_forwards, _others), (_mixers,))
 
 if __name__ == "__main__":
     for part in PARTS[int(sys.argv[1])]:
