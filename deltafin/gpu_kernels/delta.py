@@ -741,9 +741,9 @@ def _many(
 def _keep(inputs: tuple[Tensor, ...], tails: tuple[Tensor, ...]) -> None:
     """Let the last inputs of the convolutions be what the next token meets."""
     for x, tail in zip(inputs, tails, strict=True):
-        width = tail.shape[1]
-        rows = [tail.to(x.dtype), x[:, max(0, x.shape[1] - width) :]]
-        tail.copy_(torch.cat(rows, 1)[:, -width:] if width else tail)
+        if x.shape[1] < tail.shape[1]:
+            x = torch.cat([tail, x], 1)
+        tail.copy_(x[:, x.shape[1] - tail.shape[1] :])
 
 
 def _precision(x: Tensor, sizes: dict[str, int]) -> tuple[str, str]:
