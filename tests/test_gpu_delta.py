@@ -150,6 +150,17 @@ def test_prompts_of_wide_heads_in_two_kernels(tokens, monkeypatch):
     assert error(arguments) <= BOUNDS[torch.bfloat16]
 
 
+@pytest.mark.parametrize("lasting", [64, 4, 1])
+def test_decays_at_their_floor_in_two_kernels(lasting, monkeypatch):
+    """All tokens but every so many-th forget as much as they may: no factor may be lost that the next one makes up."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(prompt, "serves", lambda *_: True)
+    arguments = in_type(layer(70, key_heads=1, key=128, value=128), torch.bfloat16)
+    forgetful = torch.arange(70)[:, None] % lasting > 0
+    arguments[3] = torch.where(forgetful, 99.0, -99.0).expand_as(arguments[3]).bfloat16()
+    assert error(arguments) <= BOUNDS[torch.bfloat16]
+
+
 @pytest.mark.parametrize("which", range(6))
 def test_what_is_not_a_number_shows_in_two_kernels(which, monkeypatch):
     if DEVICE == "cpu":

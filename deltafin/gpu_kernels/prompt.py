@@ -20,8 +20,8 @@ CHIP = (9, 0)
 CHUNK = 64
 """Tokens whose writes to the state are solved for together."""
 
-SLICE = 2048
-"""Tokens of a prompt that are prepared at a time: 1.3 KB of scratch memory each and head."""
+SLICE = 4096
+"""Tokens of a prompt that are prepared at a time: 1.7 KB of scratch memory each and head."""
 
 ROWS = 16
 """Threads side by side that convolve a chunk, each its share of tokens one after the other."""
@@ -29,9 +29,8 @@ ROWS = 16
 CHANNELS = 64
 """Channels that are convolved at a time: so many that weights are fetched as the inputs lie."""
 
-COLUMNS = 32
-"""Key channels that a program compares tokens in at a time: with more, registers do not suffice. Steps are summed for
-twice as many: a product with 32 columns of them touched foreign memory on one H200 (Triton 3.6)."""
+REGISTERS = 168
+"""Of a thread that prepares, so that three programs share a multiprocessor: with four, too much of them is spilled."""
 
 REACH = 116
 """How large an exponent of two may become: with what it multiplies, at most 1, it stays a number in bfloat16."""
@@ -50,21 +49,9 @@ def _sigmoid(x):
 
 
 @triton.jit
-def _silu(x):
-    return x * _sigmoid(x)
-
-
-@triton.jit
 def _product(a, b, total=None):
     """``total + a @ b`` of bfloat16, with float32 sums."""
     return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), total)
-
-
-@triton.jit
-def _since(i, r):
-    """A matrix that makes of steps their sums from token r(i) to token i, negative ones where r is the later one."""
-    j = tl.trans(i)
-    return tl.where((j > r) & (j <= i), 1.0, tl.where((j <= r) & (j > i), -1.0, 0.0)).to(tl.float16)
 
 
 @triton.jit
@@ -89,9 +76,13 @@ def _one(which, a, b, c):
 def _input(x, x_token, tail, channels, t, row, tokens, step: tl.constexpr, W: tl.constexpr):
     """Inputs of a convolution ``step`` tokens after the rows; before the first token they are in the tail."""
     at = tl.minimum(t + row + step, tokens - 1)
-    new = tl.load(x + at.to(tl.int64) * x_token, mask=at >= 0, other=0.0).to(tl.float32)
-    if step < 0 and t == 0:
-        new += tl.load(tail + (at + W - 1) * channels, mask=at < 0, other=0.0)
+    x += at.to(tl.int64) * x_token
+    if step < 0:
+        new = tl.load(x, mask=at >= 0, other=0.0).to(tl.float32)
+        if t == 0:
+            new += tl.load(tail + (at + W - 1) * channels, mask=at < 0, other=0.0)
+    else:
+        new = tl.load(x)
     return new
 
 
@@ -116,6 +107,7 @@ def _convolve(
 ):
     """Convolve a chunk from token t on, K channels from ``first`` on, to ``out`` [C, K]; ``normal``ised and scaled.
 
+    ``taps`` [W, channels] are -log2(e) times the weights, what ``exp2`` takes in a SiLU, which is undone with the norm.
     A thread takes C / ROWS tokens one after the other, so that it reads few of them twice; all is asked for before
     anything is written. After the last token anything may follow that is a number where the last tokens are.
     """
@@ -124,26 +116,28 @@ def _convolve(
     x += first + i
     taps += first + i
     tail += first + i
-    ys, sums = (), ()
+    ys, sums, inputs = (), (), ()
     for begin in tl.static_range(0, K, BK):
-        inputs = (_input(x + begin, x_token, tail + begin, channels, t, row, tokens, 1 - W, W),)
-        for step in tl.static_range(2 - W, C // ROWS):
+        for step in tl.static_range(1 - W, C // ROWS):
             inputs += (_input(x + begin, x_token, tail + begin, channels, t, row, tokens, step, W),)
+    for begin in tl.static_range(0, K, BK):
         weights = (tl.load(taps + begin),)
         for j in tl.static_range(1, W):
             weights += (tl.load(taps + j * channels + begin),)
         for step in tl.static_range(C // ROWS):
-            y = weights[0] * inputs[step]
+            y = weights[0] * inputs[step].to(tl.float32)  # type: ignore[attr-defined]
             for j in tl.static_range(1, W):
-                y += weights[j] * inputs[step + j]
-            y = _silu(y)
+                y += weights[j] * inputs[step + j].to(tl.float32)  # type: ignore[attr-defined]
+            root = tl.rsqrt(1.0 + tl.exp2(y))
+            y *= root * root
             ys += (y,)
             sums += (tl.sum(y * y, 1),)
+        inputs = inputs[C // ROWS + W - 1 :]
     for step in tl.static_range(C // ROWS):
-        total = 1e-6
+        total = 1e-6 * LOG2E * LOG2E
         for part in tl.static_range(K // BK):
             total += sums[step + part * (C // ROWS)]  # type: ignore[operator]
-        size = tl.where(normal, tl.rsqrt(total) * scale, 1.0)[:, None]
+        size = tl.where(normal, tl.rsqrt(total) * -scale, -1.0 / LOG2E)[:, None]
         for part in tl.static_range(K // BK):
             y = ys[step + part * (C // ROWS)] * size
             tl.store(out + (row + step) * K + part * BK + i, y.to(out.dtype.element_ty))
@@ -156,7 +150,6 @@ def _decays(
     bias,
     speed,
     floor,
-    out,
     quarters,
     t,
     tokens,
@@ -165,27 +158,35 @@ def _decays(
     ROWS: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Log-decays in base 2 of a chunk from token t on, to ``out`` [C, K], and the sum of each quarter, [4, K].
+    """Sums of a chunk's log-decays in base 2, from the middle of a token's half on, to that token: tiles [ROWS, BK].
 
-    11 bits of a step: e^x is off by 0.37 of 2^-12 at most, a factor in bfloat16 by 2^-9. They are stored as float16,
-    in memory for bfloat16.
+    Negative ones of what follows, where the token is before the middle. There are as many tiles as a thread has tokens,
+    for each BK channels. What a quarter of the chunk multiplies by goes to ``quarters`` [4, K].
     """
     i = tl.arange(0, BK)[None, :]
     row = tl.arange(0, ROWS)[:, None] * (C // ROWS)
+    quarter = tl.arange(0, 4)[:, None]
+    since = ()
     for begin in tl.static_range(0, K, BK):
-        total = tl.zeros([ROWS, BK], tl.float32)
-        shift = tl.load(bias + begin + i)
-        raw = (tl.load(decay + tl.minimum(t + row, tokens - 1).to(tl.int64) * decay_token + begin + i),)
-        for step in tl.static_range(1, C // ROWS):
+        shift = speed * tl.load(bias + begin + i)
+        raw = ()
+        for step in tl.static_range(C // ROWS):
             at = tl.minimum(t + row + step, tokens - 1)
             raw += (tl.load(decay + at.to(tl.int64) * decay_token + begin + i),)
+        total = tl.zeros([ROWS, BK], tl.float32)
+        sums = ()
         for step in tl.static_range(C // ROWS):
-            root = tl.rsqrt(1.0 + tl.exp2(speed * (raw[step].to(tl.float32) + shift)))
-            g = tl.where(t + row + step < tokens, floor * (root * root), 0.0).to(tl.float16)
-            total += g.to(tl.float32)
-            tl.store(out + (row + step) * K + begin + i, g.to(out.dtype.element_ty, bitcast=True))
-        quarter = tl.sum(tl.reshape(total, [4, ROWS // 4, BK]), 1)
-        tl.store(quarters + tl.arange(0, 4)[:, None] * K + begin + i, quarter)
+            root = tl.rsqrt(1.0 + tl.exp2(speed * raw[step].to(tl.float32) + shift))  # type: ignore[attr-defined]
+            total += tl.where(t + row + step < tokens, floor, 0.0) * (root * root)
+            sums += (total,)
+        of_quarter = tl.reshape(total, [4, ROWS // 4, BK])
+        whole = tl.sum(of_quarter, 1)
+        tl.store(quarters + quarter * K + begin + i, tl.exp2(whole))
+        before = tl.cumsum(of_quarter, 1) - tl.where(quarter % 2 == 0, whole, 0.0)[:, None, :]
+        before = tl.reshape(before, [ROWS, BK]) - total
+        for step in tl.static_range(C // ROWS):
+            since += (sums[step] + before,)
+    return since
 
 
 @_launched(do_not_specialize=["tokens", "start"])
@@ -205,9 +206,7 @@ def _prepare(
     decay_token,
     beta_batch,
     beta_token,
-    q_conv,
-    k_conv,
-    v_conv,
+    taps,
     decay_log,
     decay_bias,
     q_tail,
@@ -220,6 +219,8 @@ def _prepare(
     mixes,
     lasts,
     quarters,
+    befores,
+    afters,
     tokens,
     start,
     floor,
@@ -233,12 +234,13 @@ def _prepare(
     LEVELS: tl.constexpr,
     ROWS: tl.constexpr,
     BC: tl.constexpr,
-    N: tl.constexpr,
 ):
     """One chunk of one head up to where the state is needed.
 
-    With the state S [V, K] before the chunk, its writes [V, C] are ``writes - S @ reads.T``, its outputs
-    ``S @ asks.T + (those) @ mixes.T``, and the state after it ``lasts * S + (those) @ keeps``.
+    With ``quarters[0]`` times the state before the chunk, S [V, K], its writes [V, C] are ``writes - S @ reads.T``, its
+    outputs ``S @ asks.T + (those) @ mixes.T``, and the state after it ``lasts * S + (those) @ keeps``. Pairs of tokens
+    take their decay from a token in the middle of the half that the earlier one is in: REACH keeps both factors in the
+    range of numbers. ``befores`` and ``afters`` [C, K] hold what only this program needs.
     """
     chunk, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     heads = tl.num_programs(1)
@@ -255,7 +257,7 @@ def _prepare(
         _convolve(
             _one(which, q + b * q_batch, k + b * k_batch, v + b * v_batch),
             _one(which, q_token, k_token, v_token),
-            _one(which, q_conv, k_conv, v_conv),
+            taps + which * W * channels,
             _one(which, q_tail, k_tail, v_tail) + tail,
             _one(which, asks, keeps, writes),
             channels,
@@ -273,58 +275,64 @@ def _prepare(
     decay += b * decay_batch + channel
     speed = -LOG2E * tl.exp(tl.load(decay_log + head))
     quarters += slot * 4 * K
-    _decays(decay, decay_token, decay_bias + channel, speed, LOG2E * floor, reads, quarters, t, tokens, K, C, ROWS, BC)
+    since = _decays(decay, decay_token, decay_bias + channel, speed, LOG2E * floor, quarters, t, tokens, K, C, ROWS, BC)
+    tl.debug_barrier()
+    befores += slot * C * K
+    afters += slot * C * K
+    row = tl.arange(0, ROWS)[:, None] * (C // ROWS)
+    late = row >= C // 2
+    for begin in tl.static_range(0, K, BC):
+        i = begin + tl.arange(0, BC)[None, :]
+        second, third = tl.load(quarters + K + i), tl.load(quarters + 2 * K + i)
+        fourth = tl.load(quarters + 3 * K + i)
+        rest = second * third * fourth
+        tl.store(lasts + slot * K + i, rest)
+        # Each thread has written these itself, and writes there again.
+        queries, keys = (), ()
+        for step in tl.static_range(C // ROWS):
+            queries += (tl.load(asks + (row + step) * K + i),)
+            keys += (tl.load(keeps + (row + step) * K + i),)
+        for step in tl.static_range(C // ROWS):
+            own = since[begin // BC * (C // ROWS) + step]
+            place = (row + step) * K + i
+            before = keys[step] * tl.exp2(-own)  # type: ignore[operator]
+            tl.store(befores + place, before.to(kind))
+            tl.store(keeps + place, (before * tl.where(late, fourth, rest)).to(kind))
+            up = tl.exp2(own)
+            # Of the second half, for pairs within it: queries, then keys.
+            tl.store(afters + place - C // 2 * K, (queries[step] * up).to(kind), mask=late)
+            tl.store(afters + place, (keys[step] * up).to(kind), mask=late)
+            # One after the other: their product may be too small for a number.
+            up = up * tl.where(late, third, 1.0) * tl.where(late, second, 1.0)
+            tl.store(asks + place, (queries[step] * up).to(kind))
+            tl.store(reads + place, (keys[step] * up).to(kind))
     tl.debug_barrier()
 
     row, column = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    late = row >= C // 2
-    ones = _since(row, (row & -(C // 2)) + C // 4 - 1)
-    P = tl.zeros([C, C], tl.float32)
-    A = tl.zeros([C, C], tl.float32)
-    for begin in range(0, K, 2 * N):
-        steps = tl.load(reads + row * K + begin + tl.arange(0, 2 * N)[None, :]).to(tl.float16, bitcast=True)
-        # Both halves of a chunk refer to a token in their middle: REACH keeps them in the range of numbers.
-        both = tl.reshape(tl.dot(ones, steps), [C, 2, N])
-        # All threads have read.
-        tl.debug_barrier()
-        since = tl.split(tl.permute(both, [0, 2, 1]))
-        for part in tl.static_range(2):
-            own = since[part]
-            i = begin + part * N + tl.arange(0, N)[None, :]
-            place = row * K + i
-            queries, keys = tl.load(asks + place), tl.load(keeps + place)
-            first, second = tl.load(quarters + i), tl.load(quarters + K + i)
-            third, fourth = tl.load(quarters + 2 * K + i), tl.load(quarters + 3 * K + i)
-            tl.store(lasts + slot * K + i, tl.exp2(first + second + third + fourth))
-            up, down = tl.exp2(own), tl.exp2(-own)
-            before = keys * down
-            lasting = tl.where(late, tl.exp2(fourth), tl.exp2(second + third + fourth))
-            x = tl.exp2(own + tl.where(late, second + third, 0.0))
-            earlier = tl.trans(tl.where(late, 0.0, before))
-            P = _product(keys * x, earlier, P)
-            A = _product(queries * x, earlier, A)
-            earlier = tl.trans(tl.where(late, before, 0.0))
-            after, asked = keys * up, queries * up
-            P = _product(after, earlier, P)
-            A = _product(asked, earlier, A)
-            sofar = tl.where(late, tl.exp2(first + second + third), tl.exp2(first))
-            tl.store(keeps + place, (before * lasting).to(kind))
-            tl.store(asks + place, (asked * sofar).to(kind))
-            tl.store(reads + place, (after * sofar).to(kind))
-
-    tl.store(mixes + (slot * C + row) * C + column, tl.where(row >= column, A, 0.0).to(kind))
+    half, i = tl.arange(0, C // 2)[:, None], tl.arange(0, BK)[None, :]
+    left, place = tl.trans(half), row * K + i
+    earlier = tl.trans(tl.load(befores + half * K + i))
+    P = _product(tl.load(reads + place), earlier)
+    A = _product(tl.load(asks + place), earlier)
+    both = _product(tl.load(afters + place), tl.trans(tl.load(befores + (half + C // 2) * K + i)))
+    P = tl.reshape(tl.permute(tl.join(P, both), [0, 2, 1]), [C, C])
+    mixes += slot * C * C
+    tl.store(mixes + row * C + left, tl.where(row >= left, A, 0.0).to(kind))
+    # The queries of the second half are the first rows of ``both``; the first half's take nothing from there.
+    place = (row + C // 2) % C * C + C // 2 + left
+    tl.store(mixes + place, tl.where((row < C // 2) & (row >= left), both, 0.0).to(kind))
     beta += b * beta_batch + t.to(tl.int64) * beta_token + head
     # Nothing is written after the last token.
     strength = _sigmoid(tl.load(beta + row * beta_token, mask=t + row < tokens, other=float("-inf")).to(tl.float32))
+    o = tl.arange(0, BV)[None, :]
+    value = tl.load(writes + row * V + o, mask=o < V, other=0.0)
     X = _inverse(tl.where(row > column, -strength * P, 0.0), row, LEVELS)
     X *= _sigmoid(tl.load(beta + column * beta_token, mask=t + column < tokens, other=float("-inf")).to(tl.float32))
     X = X.to(kind)
     tl.debug_barrier()
     i = tl.arange(0, BK)[None, :]
     tl.store(reads + row * K + i, _product(X, tl.load(reads + row * K + i)).to(kind))
-    o = tl.arange(0, BV)[None, :]
-    x = _product(X, tl.load(writes + row * V + o, mask=o < V, other=0.0)).to(kind)
-    tl.debug_barrier()
+    x = _product(X, value).to(kind)
     tl.store(writes + o * C + row, x, mask=o < V)
 
 
@@ -336,6 +344,7 @@ def _advance(
     keeps,
     mixes,
     lasts,
+    quarters,
     gate,
     gate_batch,
     gate_token,
@@ -370,6 +379,7 @@ def _advance(
         z = tl.trans(tl.load(gate + b * gate_batch + t * gate_token + value, mask=here, other=0.0))
         rows = (slot * C + row)[:, None]
         keys = rows * K + i[None, :]
+        state *= tl.load(quarters + slot * 4 * K + i, mask=i < K, other=0.0)[None, :]
         held = state.to(kind)
         u = tl.load(writes + (slot * V + o[:, None]) * C + row[None, :], mask=is_value, other=0.0).to(tl.float32)
         u -= _product(held, tl.trans(tl.load(reads + keys, mask=is_key, other=0.0)))
@@ -405,27 +415,28 @@ def delta_net(
     batch, heads, value, key = s.S_BHVK.shape
     tokens = q.shape[1]
     most = batch * heads * triton.cdiv(min(tokens, SLICE), CHUNK)
-    reads, asks, keeps = (q.new_empty(most, CHUNK, key, dtype=torch.bfloat16) for _ in range(3))
+    reads, asks, keeps, befores, afters = q.new_empty(5, most, CHUNK, key, dtype=torch.bfloat16).unbind()
     writes = q.new_empty(most, value, CHUNK, dtype=torch.bfloat16)
     mixes = q.new_empty(most, CHUNK, CHUNK, dtype=torch.bfloat16)
     lasts = q.new_empty(most, key, dtype=torch.float32)
     quarters = q.new_empty(most, 4, key, dtype=torch.float32)
-    scratch = (reads, writes, asks, keeps, mixes, lasts)
+    scratch = (reads, writes, asks, keeps, mixes, lasts, quarters)
     sizes = {"K": key, "V": value, "BK": key, "BV": value, "C": CHUNK}
     strides = [stride for x in inputs[:5] for stride in x.stride()[:2]]
     # Of each tap all channels together: read in wide pieces.
-    taps = [x.t().contiguous() for x in w[:3]]
+    taps = torch.stack([x.t() for x in w[:3]]).mul_(-LOG2E.value)
     for start in range(0, tokens, SLICE):
         chunks = triton.cdiv(min(tokens - start, SLICE), CHUNK)
         _prepare[(chunks, heads, batch)](
             *inputs[:5],
             *strides,
-            *taps,
+            taps,
             w.decay_log,
             w.decay_bias,
             *s[:3],
             *scratch,
-            quarters,
+            befores,
+            afters,
             tokens,
             start,
             floor or 0.0,
@@ -435,9 +446,9 @@ def delta_net(
             LEVELS=CHUNK.bit_length() - 1,
             ROWS=ROWS,
             BC=CHANNELS,
-            N=COLUMNS,
             num_warps=4,
             num_stages=1,
+            maxnreg=REGISTERS,
         )
         _advance[(heads, batch)](
             *scratch,
