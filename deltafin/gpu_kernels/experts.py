@@ -1,6 +1,7 @@
 """Gated feed-forwards on a GPU: ``experts``, all routed experts of a layer at once, and ``gated``."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -29,6 +30,7 @@ from deltafin.gpu_kernels.linear import (
     tile,
 )
 from deltafin.gpu_kernels.mathematics import activate
+from deltafin.gpu_kernels.small import KNOWN
 from deltafin.ops import reference
 from deltafin.ops.reference import Expert, Stack
 from deltafin.weights import Weight
@@ -61,16 +63,18 @@ def _few_up(
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Some inner channels of one (row, expert) pair, or with CHOSEN 0 of the one expert for all rows: float32."""
+    """BATCH * BLOCK inner channels of one (row, expert) pair, or with CHOSEN 0 of the one expert for COUNT rows.
+
+    Into ``h`` [count, WIDTH] float32, which is left as it is where ``ids`` say -1.
+    """
     pair = tl.program_id(1) * COUNT
     left = count - pair
-    expert = pair.to(tl.int64)
     if CHOSEN:
         wait(EARLY)
         expert = tl.load(ids + pair)
         x += pair // CHOSEN * COLUMNS
     else:
-        expert = expert * 0
+        expert = tl.full((), 0, tl.int64)
         x += pair * COLUMNS
     if expert >= 0:
         first = tl.program_id(0) * BATCH * BLOCK
@@ -127,7 +131,7 @@ def _few_down(
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Some outputs of one (row, expert) pair, weighted. ``_few_up`` came before: ids are there already."""
+    """BATCH * BLOCK outputs of one (row, expert) pair, weighted. ``_few_up`` came before: ids are there already."""
     pair = tl.program_id(1)
     expert = tl.load(ids + pair)
     if expert >= 0:
@@ -148,121 +152,112 @@ def _few_down(
         wait(EARLY)
 
 
-def limits(activation: Activation) -> tuple[float, float]:
-    """Limits of gate and up; zeros where they have none."""
-    return (activation.gate_limit, activation.up_limit) if isinstance(activation, SiTU) else (0.0, 0.0)
+def _saturation(activation: Activation) -> dict[str, Any]:
+    """What launches say of the activation: limits of gate and up, zeros where they have none."""
+    limits = (activation.gate_limit, activation.up_limit) if isinstance(activation, SiTU) else (0.0, 0.0)
+    return {"gate_limit": limits[0], "up_limit": limits[1], "SATURATES": isinstance(activation, SiTU)}
+
+
+def _plainly(weight: Stored, columns: int, outputs: int, rows: int) -> tuple[int, dict[str, Any]]:
+    """How many outputs a program has, and what its launch says of that: see ``shape_of``."""
+    shape = shape_of(weight.per, columns, outputs, rows)
+    sizes = {"BLOCK": shape.block, "BATCH": shape.batch, "QUADS": shape.quads, "STAGES": shape.stages}
+    how = {"PER": weight.per, "num_warps": shape.warps, "enable_fp_fusion": False}
+    return shape.block * shape.batch, sizes | how | early(weight.codes.device)
 
 
 def _inner(xs: Tensor, ids: Tensor | None, gate: Stored, up: Stored, activation: Activation) -> Tensor:
     """The activated inner channels of every (row, expert) pair, or of the one expert for every row: float32."""
     (rows, columns), width = xs.shape, gate.codes.shape[-2]
-    chosen = 0 if ids is None else ids.shape[1]
-    if ids is None and in_digits(columns, gate, up):
-        return _inner_in_digits(xs, None, gate, up, activation)
-    together = at_once(rows) if ids is None else 1
-    shape = shape_of(gate.per, columns, width * max(1, chosen), together)
+    chosen, together = (0, at_once(rows)) if ids is None else (ids.shape[1], 1)
     h = torch.empty(rows * max(1, chosen), width, device=xs.device)
-    _few_up[triton.cdiv(width, shape.block * shape.batch), triton.cdiv(len(h), together)](
-        xs,
-        xs if ids is None else ids,
-        len(h),
-        gate.codes,
-        gate.scales,
-        up.codes,
-        up.scales,
-        h,
-        *limits(activation),
+    each, how = _plainly(gate, columns, width * max(1, chosen), together)
+    _few_up[triton.cdiv(width, each), triton.cdiv(len(h), together)](
+        *(xs, ids, len(h), gate.codes, gate.scales, up.codes, up.scales, h),
         CHOSEN=chosen,
         WIDTH=width,
         COLUMNS=columns,
-        PER=gate.per,
-        SATURATES=isinstance(activation, SiTU),
-        BLOCK=shape.block,
-        BATCH=shape.batch,
-        QUADS=shape.quads,
         ALIGNED=aligned(gate) and aligned(up),
         COUNT=together,
-        STAGES=shape.stages,
-        num_warps=shape.warps,
-        enable_fp_fusion=False,
-        **early(xs.device),
-    )
-    return h
-
-
-def _inner_in_digits(
-    xs: Tensor, ids: Tensor | None, gate: Stored, up: Stored, activation: Activation, arrived: Tensor | None = None
-) -> Tensor:
-    """See ``_inner``; with ids, and with counters that are set to zero."""
-    (rows, columns), width = xs.shape, gate.codes.shape[-2]
-    chosen = 0 if ids is None else ids.shape[1]
-    h = torch.empty(rows * max(1, chosen), width, device=xs.device)
-    weights = [digits.words(t) for t in (gate.codes, gate.scales, up.codes, up.scales)]
-    counters = (xs, 0) if arrived is None else (arrived, arrived.numel())
-    shapes = {"CHOSEN": chosen, "WIDTH": width, "COLUMNS": columns, "SATURATES": isinstance(activation, SiTU)}
-    if ids is not None and gate.per == MX:
-        tiles, programs = digits.shared_out([width], 1, len(h), xs.device, nibbles.MOST.value)
-        nibbles.few_up[len(h), programs](
-            *(xs, ids, *weights, h, *counters, *limits(activation), tiles), **shapes, **nibbles.options(xs.device)
-        )
-        return h
-    together = 1 if chosen else digits.at_once(rows, columns, xs.device)
-    chunks = triton.cdiv(len(h), together)
-    tiles, programs = digits.shared_out([width], 1, chunks, xs.device)
-    digits.few_up[chunks, programs](
-        *(xs, xs if ids is None else ids, len(h), *weights, h, *counters, *limits(activation), tiles),
-        COUNT=together,
-        **shapes,
-        **digits.options(xs.device, gate.per, 1, 3),
+        **_saturation(activation),
+        **how,
     )
     return h
 
 
 def _few(
-    xs: Tensor, ids: Tensor, weights: Tensor, stack: list[Stored], activation: Activation, dtype: torch.dtype
+    xs: Tensor, ids: Tensor, weights: Tensor, stack: tuple[Stored, ...], activation: Activation, dtype: torch.dtype
 ) -> Tensor:
+    """Every (row, expert) pair for itself, in float32; then the sum of a row's, place by place."""
     gate, up, down = stack
     (rows, chosen), outputs, width = ids.shape, down.codes.shape[1], gate.codes.shape[1]
+    h = _inner(xs, ids, gate, up, activation)
     parts = torch.empty(rows * chosen, outputs, device=xs.device)
     y = torch.empty(rows, outputs, dtype=dtype, device=xs.device)
-    if in_digits(xs.shape[1], gate, up) and in_digits(width, down):
-        if down.per == MX:
-            form, how, most = nibbles.few_down, nibbles.options(xs.device), {"most": nibbles.MOST.value}
-        else:
-            form, how, most = digits.few_down, digits.options(xs.device, down.per, 1, 4), {}
-        tiles, programs = digits.shared_out([outputs], 1, len(parts), xs.device, **most)
-        arrived = torch.empty(rows, programs, dtype=torch.int32, device=xs.device)
-        h = _inner_in_digits(xs, ids, gate, up, activation, arrived)
-        form[len(h), programs](
-            *(h, ids, weights, digits.words(down.codes), digits.words(down.scales), parts, arrived, y, tiles),
-            CHOSEN=chosen,
-            OUTPUTS=outputs,
-            COLUMNS=width,
-            **how,
-        )
-        return y
-    h = _inner(xs, ids, gate, up, activation)
-    shape = shape_of(down.per, width, outputs * chosen, 1)
-    _few_down[triton.cdiv(outputs, shape.block * shape.batch), len(h)](
-        h,
-        ids,
-        weights,
-        down.codes,
-        down.scales,
-        parts,
+    each, how = _plainly(down, width, outputs * chosen, 1)
+    _few_down[triton.cdiv(outputs, each), len(h)](
+        *(h, ids, weights, down.codes, down.scales, parts),
         OUTPUTS=outputs,
         COLUMNS=width,
-        PER=down.per,
-        BLOCK=shape.block,
-        BATCH=shape.batch,
-        QUADS=shape.quads,
         ALIGNED=aligned(down),
-        STAGES=shape.stages,
-        num_warps=shape.warps,
-        enable_fp_fusion=False,
-        **early(xs.device),
+        **how,
     )
-    _sum_places[triton.cdiv(outputs, 128), rows](*(parts, ids, y, 0, outputs, chosen, outputs, 128), **early(xs.device))
+    _sum_places[triton.cdiv(outputs, 128), rows](
+        *(parts, ids, y, 0, outputs), CHOSEN=chosen, OUTPUTS=outputs, BLOCK=128, **early(xs.device)
+    )
+    return y
+
+
+def _inner_in_digits(
+    xs: Tensor, ids: Tensor | None, gate: Stored, up: Stored, activation: Activation, arrived: Tensor | None = None
+) -> Tensor:
+    """See ``_inner``. With ids come counters, int32, which are set to zero for ``_few_in_digits``."""
+    (rows, columns), width = xs.shape, gate.codes.shape[-2]
+    chosen, together = (0, digits.at_once(rows, columns, xs.device)) if ids is None else (ids.shape[1], 1)
+    h = torch.empty(rows * max(1, chosen), width, device=xs.device)
+    weights = [digits.words(t) for t in (gate.codes, gate.scales, up.codes, up.scales)]
+    counters = (None, 0) if arrived is None else (arrived, arrived.numel())
+    sizes = {"CHOSEN": chosen, "WIDTH": width, "COLUMNS": columns} | _saturation(activation)
+    if chosen and gate.per == MX:
+        tiles, programs = digits.shared_out([width], 1, len(h), xs.device, nibbles.MOST.value)
+        nibbles.few_up[len(h), programs](
+            *(xs, ids, *weights, h, *counters), tiles=tiles, **sizes, **nibbles.options(xs.device)
+        )
+        return h
+    chunks = triton.cdiv(len(h), together)
+    tiles, programs = digits.shared_out([width], 1, chunks, xs.device)
+    digits.few_up[chunks, programs](
+        *(xs, ids, len(h), *weights, h, *counters),
+        tiles=tiles,
+        COUNT=together,
+        **sizes,
+        **digits.options(xs.device, gate.per, 1, 3),
+    )
+    return h
+
+
+def _few_in_digits(
+    xs: Tensor, ids: Tensor, weights: Tensor, stack: tuple[Stored, ...], activation: Activation, dtype: torch.dtype
+) -> Tensor:
+    """See ``_few``: two launches, as whichever program is the last to write some outputs of a row's pairs sums them."""
+    gate, up, down = stack
+    (rows, chosen), outputs, width = ids.shape, down.codes.shape[1], gate.codes.shape[1]
+    if down.per == MX:
+        form, how, most = nibbles, nibbles.options(xs.device), {"most": nibbles.MOST.value}
+    else:
+        form, how, most = digits, digits.options(xs.device, down.per, 1, 4), {}
+    tiles, programs = digits.shared_out([outputs], 1, rows * chosen, xs.device, **most)
+    arrived = torch.empty(rows, programs, dtype=torch.int32, device=xs.device)
+    h = _inner_in_digits(xs, ids, gate, up, activation, arrived)
+    parts = torch.empty(rows * chosen, outputs, device=xs.device)
+    y = torch.empty(rows, outputs, dtype=dtype, device=xs.device)
+    form.few_down[len(h), programs](
+        *(h, ids, weights, digits.words(down.codes), digits.words(down.scales), parts, arrived, y, tiles),
+        CHOSEN=chosen,
+        OUTPUTS=outputs,
+        COLUMNS=width,
+        **how,
+    )
     return y
 
 
@@ -406,12 +401,11 @@ PARTS = 64 << 20
 
 
 def _many(
-    xs: Tensor, ids: Tensor, weights: Tensor, stack: list[Stored], activation: Activation, dtype: torch.dtype
+    xs: Tensor, ids: Tensor, weights: Tensor, stack: tuple[Stored, ...], activation: Activation, dtype: torch.dtype
 ) -> Tensor:
     """Pairs of rows and experts, sorted by expert on the device, in blocks that each have one expert."""
     gate, up, down = stack
-    (count, width, columns), (rows, chosen) = gate.codes.shape, ids.shape
-    columns, outputs = xs.shape[1], down.codes.shape[1]
+    (rows, chosen), (count, width), outputs = ids.shape, gate.codes.shape[:2], down.codes.shape[1]
     pairs = rows * chosen
     held, order = torch.sort(ids.flatten(), stable=True)
     first = torch.searchsorted(held, torch.arange(count + 1, device=xs.device))
@@ -422,14 +416,14 @@ def _many(
     h = torch.empty(pairs, width, dtype=xs.dtype, device=xs.device)
     common = {"TALL": tall, "STEP": 64, "num_warps": 4}
     _many_up[triton.cdiv(width, 64), blocks](
-        *(xs, order, ends, first, count, gate.codes, gate.scales, up.codes, up.scales, h, *limits(activation)),
+        *(xs, order, ends, first, count, gate.codes, gate.scales, up.codes, up.scales, h),
         CHOSEN=chosen,
         WIDTH=width,
-        COLUMNS=columns,
+        COLUMNS=xs.shape[1],
         PER=gate.per,
-        SATURATES=isinstance(activation, SiTU),
         PIECES=pieces(xs, gate),
         BLOCK=64,
+        **_saturation(activation),
         **common,
     )
     y = torch.empty(rows, outputs, dtype=dtype, device=xs.device)
@@ -447,7 +441,7 @@ def _many(
             **common,
         )
         _sum_places[triton.cdiv(slice_, 512), rows](
-            *(parts, ids, y, begin, slice_, chosen, outputs, 512), **early(xs.device)
+            *(parts, ids, y, begin, slice_), CHOSEN=chosen, OUTPUTS=outputs, BLOCK=512, **early(xs.device)
         )
     return y
 
@@ -461,20 +455,26 @@ def experts(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """See ``reference.experts``; of a ``Stack`` without asking the device, and an id of -1 is not here."""
-    if x_NM.dtype not in (torch.float32, torch.bfloat16):
+    if x_NM.dtype not in KNOWN:
         return reference.experts(x_NM, ids_NE, weight_NE, expert, activation, dtype)
     if not isinstance(expert, Stack):
         if not bool((ids_NE >= 0).any()):
             return torch.zeros_like(x_NM, dtype=dtype)
-        expert, ids_NE = gathered(ids_NE, expert)
-    about = [stored(w) for w in (expert.gate, expert.up, expert.down)]
-    if None in about or about[0].per != about[1].per:  # type: ignore[union-attr]
+        expert, ids_NE = _gathered(ids_NE, expert)
+    gate, up, down = (stored(w) for w in (expert.gate, expert.up, expert.down))
+    if gate is None or up is None or down is None or gate.per != up.per:
         return reference.experts(x_NM, ids_NE, weight_NE, expert, activation, dtype)
-    args = (rows_of(x_NM), ids_NE.contiguous(), weight_NE.contiguous(), about, activation, dtype or x_NM.dtype)
-    return _few(*args) if len(x_NM) <= ROWS else _many(*args)  # type: ignore[arg-type]
+    if len(x_NM) > ROWS:
+        form = _many
+    elif in_digits(x_NM.shape[1], gate, up) and in_digits(gate.codes.shape[1], down):
+        form = _few_in_digits
+    else:
+        form = _few
+    xs, ids, weights = rows_of(x_NM), ids_NE.contiguous(), weight_NE.contiguous()
+    return form(xs, ids, weights, (gate, up, down), activation, dtype or x_NM.dtype)
 
 
-def gathered(ids_NE: Tensor, expert: Callable[[int], Expert]) -> tuple[Stack, Tensor]:
+def _gathered(ids_NE: Tensor, expert: Callable[[int], Expert]) -> tuple[Stack, Tensor]:
     """The experts that ids ask for as a stack of their own, and the ids of them there."""
     used, places = torch.unique(ids_NE, return_inverse=True)
     absent = int(used[0] < 0)
@@ -492,9 +492,10 @@ def _stacked(weights: list[Weight]) -> Weight:
 def gated(x: Tensor, gate: Weight, up: Weight, down: Weight, kind: Activation) -> Tensor:
     """See ``reference.gated``."""
     a, b, c = stored(gate), stored(up), stored(down)
-    if x.dtype not in (torch.float32, torch.bfloat16) or a is None or b is None or c is None:
+    if x.dtype not in KNOWN or a is None or b is None or c is None:
         return reference.gated(x, gate, up, down, kind)
     if few(x) and a.per == b.per:
-        h = _inner(rows_of(x), None, a, b, kind)
+        inner = _inner_in_digits if in_digits(x.shape[-1], a, b) else _inner
+        h = inner(rows_of(x), None, a, b, kind)
         return few_rows(h, [c], x.dtype)[0].view(*x.shape[:-1], -1)
     return linear(reference.activate(linear(x, gate), linear(x, up), kind), down)

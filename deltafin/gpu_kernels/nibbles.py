@@ -107,10 +107,10 @@ def _right(memory, step):
 
 
 @gluon.jit
-def _added(bytes):
-    """The sum of four bytes with signs."""
+def _added(word):
+    """The sum of a word's four bytes with signs."""
     return gl.inline_asm_elementwise(
-        "dp4a.s32.s32 $0, $1, 0x01010101, 0;", "=r,r", [bytes], dtype=gl.int32, is_pure=True, pack=1
+        "dp4a.s32.s32 $0, $1, 0x01010101, 0;", "=r,r", [word], dtype=gl.int32, is_pure=True, pack=1
     )
 
 
@@ -211,13 +211,20 @@ def _shares(COUNT: gl.constexpr) -> Any:
 
 
 @gluon.jit
+def _share(sums):
+    """What a warp has of 16 rows: [WARPS, 8, 2]. A thread has right columns 2q and 2q + 1, of rows g and g + 8."""
+    sums *= gl.where(_along(4, 4, 5, WORDS) % 2 == 0, 128.0, 0.5)  # a digit of the second half; codes count halves
+    return gl.sum(gl.sum(gl.reshape(sums, [WARPS, 8, 4, 2, 2]), 4), 2)
+
+
+@gluon.jit
 def _dots(begun, ahead, codes, scales, span, COLUMNS: gl.constexpr) -> Any:
     """The row times all rows of a program, of several weights: for each sums [MOST, 8, 2]."""
     memory, starts, low, high, table = begun
     _first, tiles, _last = span
     MATRICES: gl.constexpr = len(codes)
     i = _along(4, 4, 5, WORDS)
-    own = 0x4440 + _along(4, 3, 4, SCALES)
+    own = 0x4440 + _along(4, 3, 4, SCALES)  # selects a thread's scale among those of a word, and three zeros
     shares = _shares(MATRICES)
     zeros = gl.zeros([WARPS, 4, 2, 4, 4], gl.float32, layout=WORDS)
     sums = (zeros,) * MATRICES
@@ -251,16 +258,9 @@ def _dots(begun, ahead, codes, scales, span, COLUMNS: gl.constexpr) -> Any:
     gl.thread_barrier()
     out = ()
     for m in gl.static_range(MATRICES):
-        all = shares[m]._reinterpret(gl.float32, [MOST, WARPS, 8, 2], gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0]))
-        out = out + (gl.sum(all.load(SHARES), 1) * high,)
+        every = shares[m]._reinterpret(gl.float32, [MOST, WARPS, 8, 2], gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0]))
+        out = out + (gl.sum(every.load(SHARES), 1) * high,)
     return out
-
-
-@gluon.jit
-def _share(sums):
-    """What a warp has of 16 rows: [WARPS, 8, 2]. A thread has right columns 2q and 2q + 1, of rows g and g + 8."""
-    sums *= gl.where(_along(4, 4, 5, WORDS) % 2 == 0, 128.0, 0.5)  # a digit of the second half; codes count halves
-    return gl.sum(gl.sum(gl.reshape(sums, [WARPS, 8, 4, 2, 2]), 4), 2)
 
 
 @gluon.jit
@@ -269,7 +269,7 @@ def _rows(span):
     first, tiles, last = span
     tile, row = _along(MOST, 0, 3, ROWS), _along(2, 2, 3, ROWS) * 8 + _along(8, 1, 3, ROWS)
     row = gl.minimum((first + tile) * TALL, last) + row
-    return row, (row >= 0) & (tile < tiles)
+    return row, (row >= 0) & (tile < tiles)  # all rows are 0 or more: that gives the shape
 
 
 @gluon.jit(do_not_specialize=["tiles", "counters"])
