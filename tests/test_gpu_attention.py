@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from interpreted import DEVICE
 
 from deltafin import verify
-from deltafin.gpu_kernels.attention import _absorbs, append, attend_few, attend_many, attention
+from deltafin.gpu_kernels.attention import _absorbs, append, attend_few, attention
+from deltafin.gpu_kernels.expanded import attend_many
 from deltafin.gpu_kernels.small import mix_depth, rms_norm, route
 from deltafin.ops import reference
 from deltafin.quant import MXFP4, Int8, pack_int8, pack_mxfp4

@@ -7,6 +7,7 @@ scores into shares: so the sums wait for their turn. Programs of the same positi
 one.
 """
 
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -42,6 +43,15 @@ REGISTERS = gl.constexpr(160)
 
 MEMORY, NARROW = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2)), gl.constexpr(gl.NVMMASharedLayout(32, 16, 2))
 """How shared memory is laid out: of what has rows of 64 channels or more, and of what has REST."""
+
+
+def serves(kind: torch.dtype, latent_BSR: Tensor, shared_BSJ: Tensor) -> bool:
+    """Whether products of this kind are made here: of caches in these widths that copies can read, on such a chip."""
+    caches, device = (latent_BSR, shared_BSJ), latent_BSR.device
+    if kind != torch.bfloat16 or device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    aligned = all(x.data_ptr() % 16 == x.stride(1) % 8 == x.stride(0) % x.stride(1) == 0 for x in caches)
+    return aligned and [x.shape[2] for x in caches] == [RANK.value, COMMON.value]
 
 
 def sizes(heads: int) -> tuple[int, dict[str, int]]:
