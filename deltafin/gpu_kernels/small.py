@@ -15,10 +15,12 @@ EXPERTS = 4
 """Experts whose logits one program makes: several share a row's input, and some hundred programs are needed."""
 
 KNOWN = (torch.float32, torch.bfloat16)
+"""Types of activations that kernels read; the reference does the others."""
 
 
 @triton.jit
 def _rms_norm(x, weight, y, width, eps, WIDTH: constexpr, EARLY: constexpr):
+    """Normalise one row: rounded to its own type before the weight, which is rounded to it as well."""
     n, i = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
     w = tl.load(weight + i, i < width, 0)
     wait(EARLY)
@@ -46,7 +48,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @triton.jit
 def _scores(sources, query, scores, rows, width, eps, WIDTH: constexpr, EARLY: constexpr):
-    """Score one depth of one row."""
+    """Score one depth of one row: float32 into ``scores`` [depths, rows]."""
     place, i = tl.program_id(1).to(tl.int64) * rows + tl.program_id(0), tl.arange(0, WIDTH)
     q = tl.load(query + i, i < width, 0).to(tl.float32)
     wait(EARLY)
@@ -56,7 +58,7 @@ def _scores(sources, query, scores, rows, width, eps, WIDTH: constexpr, EARLY: c
 
 @triton.jit
 def _mix(sources, scores, y, depths, rows, width, DEPTHS: constexpr, PART: constexpr, EARLY: constexpr):
-    """Mix PART channels of one row."""
+    """Mix PART channels of one row: the sum of ``sources`` [depths, rows, width] by the softmax of their scores."""
     wait(EARLY)
     let_next(EARLY)
     n, d = tl.program_id(0).to(tl.int64), tl.arange(0, DEPTHS)
@@ -87,7 +89,7 @@ def mix_depth(sources: Tensor, query_D: Tensor, eps: float) -> Tensor:
 
 @triton.jit(do_not_specialize=["rows"])  # one program for any number of rows: the same bits
 def _logits(x, gate, y, rows, width, experts, EXPERTS: constexpr, WIDTH: constexpr, EARLY: constexpr):
-    """The logits of EXPERTS experts: products and sums in float32."""
+    """The logits of EXPERTS experts for all rows: products and sums in float32, into ``y`` [rows, experts]."""
     e, i = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS), tl.arange(0, WIDTH)
     here = (e < experts)[:, None] & (i < width)[None, :]
     w = tl.load(gate + e.to(tl.int64)[:, None] * width + i[None, :], here, 0).to(tl.float32)
@@ -137,11 +139,10 @@ def route(
     x_ND: Tensor, gate_XD: Weight, bias_X: Tensor, chosen: int, renormalize: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """See ``reference.route``."""
-    known = isinstance(gate_XD, Tensor) and gate_XD.dtype in KNOWN and gate_XD.is_contiguous()
     if x_ND.dtype not in KNOWN or not x_ND.numel():
         return reference.route(x_ND, gate_XD, bias_X, chosen, renormalize, scale)
     (rows, width), experts = x_ND.shape, gate_XD.shape[0]
-    if known and rows <= ROWS:
+    if rows <= ROWS and isinstance(gate_XD, Tensor) and gate_XD.dtype in KNOWN and gate_XD.is_contiguous():
         logits = torch.empty(rows, experts, device=x_ND.device)
         block = triton.next_power_of_2(width)
         _logits[(triton.cdiv(experts, EXPERTS),)](
@@ -161,7 +162,6 @@ def route(
         PLACES=max(2, triton.next_power_of_2(chosen)),  # topk knows of no single place
         EXPERTS=max(2, triton.next_power_of_2(experts)),
         RENORMALIZE=renormalize,
-        num_warps=4,
         **early(x_ND.device),
     )
     return ids, weights
