@@ -150,6 +150,7 @@ def attend_many(q_BTHC: Tensor, latent_BSR: Tensor, shared_BSJ: Tensor, up: Weig
     weight = stored(up)
     assert weight is not None, "storage that no kernel reads"
     rows, tile, how = _blocks(kind, device)
+    columns = 64 if kind == torch.float32 else 128  # what three products of float32 are made of fills the registers
     expanded = torch.empty(min(seen, POSITIONS), outputs, dtype=kind, device=device)
     totals = torch.empty(tokens, heads, value_dim, device=device)
     tops, masses = torch.empty(2, tokens, heads, device=device)
@@ -157,12 +158,12 @@ def attend_many(q_BTHC: Tensor, latent_BSR: Tensor, shared_BSJ: Tensor, up: Weig
     for b in range(batch):
         for start in range(0, seen, POSITIONS):
             latent, shared = latent_BSR[b, start : start + POSITIONS], shared_BSJ[b, start : start + POSITIONS]
-            _expand[triton.cdiv(outputs, 128), triton.cdiv(len(latent), rows)](
+            _expand[triton.cdiv(outputs, columns), triton.cdiv(len(latent), rows)](
                 *(latent, weight.codes, weight.scales, expanded, latent.stride(0), len(latent), outputs),
                 RANK=rank,
                 PER=weight.per,
                 ROWS=rows,
-                COLUMNS=128,
+                COLUMNS=columns,
                 DEPTH=min(64, padded(rank)),
                 **how,
             )
