@@ -139,6 +139,22 @@ def test_digits_are_as_good_as_float32(kind: str, columns: int, dtype: torch.dty
 
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device")
+@pytest.mark.parametrize("columns", [1152, 4224, 12288])
+def test_several_int8_weights_are_shared_out(columns: int) -> None:
+    random = torch.Generator().manual_seed(columns)
+    x = there(torch.randn(16, columns, generator=random))
+    sizes = 20_000_000 // columns, 300, 16
+    weights = [there(pack_int8(torch.randn(n, columns, generator=random))) for n in sizes]
+    alone = [linears(row, weights) for row in x.split(1)]
+    for rows in (2, 3, 16):
+        for i, got in enumerate(linears(x[:rows], weights)):
+            assert torch.equal(got, torch.cat([y[i] for y in alone[:rows]]))
+    want = tuple(reference.linear(x.double(), weight) for weight in weights)
+    assert verify.compare(linears(x, weights), want)[1] <= verify.BOUNDS["float32"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device")
 def test_digits_with_every_scale() -> None:
     scales = torch.arange(0, 255, dtype=torch.uint8).repeat_interleave(4).view(255, 4)
     weight = MXFP4(torch.full((255, 64), 0x71, dtype=torch.uint8), scales)

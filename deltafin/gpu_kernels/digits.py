@@ -4,9 +4,10 @@ A row of x becomes whole numbers of 30 bits relative to its largest; each is fou
 and codes are summed exactly. Weights are the cores' left operand, as they lie in memory: the order of columns within a
 step is free, so a thread reads 16 bytes of a row, and no byte moves to another thread.
 
-int8: right are the four digits, twice. MXFP4 must sum each group of 32 columns for itself, and a thread reads one
-group: right are two digits of four groups, with zeros wherever a group meets another one's digits. E2M1 times two is a
-byte of a table; as one look-up makes no negative bytes, what is positive and what is negative are two products.
+int8, which is here for experts alone (for others see ``int8``): right are the four digits, twice. MXFP4 must sum each
+group of 32 columns for itself, and a thread reads one group: right are two digits of four groups, with zeros wherever a
+group meets another one's digits. E2M1 times two is a byte of a table; as one look-up makes no negative bytes, what is
+positive and what is negative are two products.
 """
 
 from collections.abc import Sequence
@@ -417,7 +418,7 @@ def few_rows(
     TILES: gl.constexpr,
     SLOTS: gl.constexpr,
 ):
-    """``tiles`` tiles of one of several weights, for COUNT rows; the weights' outputs lie side by side in y."""
+    """``tiles`` tiles of one of several weights of MXFP4, for COUNT rows; their outputs lie side by side in y."""
     row, program = gl.program_id(0) * COUNT, gl.program_id(1)
     left = count - row
     x += row * COLUMNS
@@ -439,10 +440,7 @@ def few_rows(
         LAYOUT: gl.constexpr = values[0].type.layout
         output = _rows(span, tile, TILES, LAYOUT)
         for n in gl.static_range(COUNT):
-            value = values[n]
-            if PER == 4:
-                value *= gl.load(scale + output)
-            gl.store(y + (row + n) * total + before + output, value, n < left)
+            gl.store(y + (row + n) * total + before + output, values[n], n < left)
 
 
 @gluon.jit

@@ -23,7 +23,7 @@ def let_next(EARLY: tl.constexpr):
 
     That is for short kernels, and not before large ones that wait at once: their programs are then spread unevenly over
     the chip (16 experts of Kimi K3 in MXFP4: 112 us instead of 101). While a kernel keeps memory busy, what the next
-    one asks for is in its way, unless that fits in only where this one has ended (``single``).
+    one asks for is in its way, unless that fits in only where this one has ended (``int8``).
     """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()

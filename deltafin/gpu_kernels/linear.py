@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltafin.gpu_kernels import digits, single
+from deltafin.gpu_kernels import digits, int8
 from deltafin.gpu_kernels.early import early, wait
 from deltafin.ops import has_halves, reference
 from deltafin.weights import Weight
@@ -393,14 +393,14 @@ def few_rows(xs: Tensor, weights: Sequence[Stored], dtype: torch.dtype) -> tuple
     y = torch.empty(rows, sum(sizes), dtype=dtype, device=xs.device)
     if in_digits(columns, *weights):
         codes, scales = (tuple(digits.words(w[i]) for w in weights) for i in (1, 2))
-        if rows == 1 and per == INT8:
-            single.launch(xs, codes, scales, sizes, y)
+        if per == INT8:
+            int8.launch(xs, codes, scales, sizes, y)
             return y.split(sizes, -1)
-        tall = 2 if per == MX and min(sizes) >= 32 else 1
+        tall = 2 if min(sizes) >= 32 else 1
         together = digits.at_once(rows, columns, xs.device)
         chunks = triton.cdiv(rows, together)
         tiles, programs = digits.shared_out(sizes, tall, chunks, xs.device)
-        how = digits.options(xs.device, per, tall, 4 if per == INT8 else 3)
+        how = digits.options(xs.device, per, tall, 3)
         digits.few_rows[chunks, programs](
             xs, rows, codes, scales, tuple(sizes), y, tiles, COUNT=together, COLUMNS=columns, **how
         )

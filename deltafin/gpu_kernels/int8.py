@@ -1,10 +1,13 @@
-"""One row by int8 weights on the tensor cores, in Gluon: the sums of ``digits``, bit for bit, at the memory's speed.
+"""Few rows by int8 weights on the tensor cores, in Gluon: the sums of ``digits``, bit for bit, at the memory's speed.
 
-Half of a program's memory is on its way before the row is there, and all of it while digits are made. It is fetched in
-whole lines of 128 bytes: half lines, as operands lie, take a quarter longer where a row is 12,288 bytes. 16 bytes of a
-row are the cores' left operand as they are: words 0 and 2 stand in the place of one row, 1 and 3 in that of another;
-right are the digits of the former's columns and those of the latter's, and half of the sums are of no use. Measured on
-one H200: 12288 x 7168 takes 22.3 us, 95 % of what a copy moves, 7168 x 12288 24.8 (86 %), 3584 x 7168 7.6 (82 %).
+Half of a program's memory is on its way before a row is there, and all of it while digits are made. It is fetched
+in whole lines of 128 bytes: half lines, as operands lie, take a quarter longer where a row is 12,288 bytes. 16 bytes of
+a row are the cores' left operand as they are: words 0 and 2 stand in the place of one row, 1 and 3 in that of another;
+right are the digits of the former's columns and those of the latter's, and half of the sums are of no use.
+Measured on one H200, with what a copy moves as 100 %: one row by 12288 x 7168 takes 22.8 us (91 %), by 7168 x 12288
+23.3 (89 %), by 3584 x 7168 7.7 (79 %), by 163840 x 7168 268 (103 %). Two rows take 24, 25 and 9.4 us by the first
+three, four 28, 30 and 13. With more, a weight is read once for every four rows, from 11,300 columns on for every two:
+16 rows take 86, 99 and 29 us.
 """
 
 from collections.abc import Sequence
@@ -124,7 +127,6 @@ def _digits(row, WARPS: gl.constexpr):
         planes = gl.permute(gl.reshape(planes, [2, WARPS, 4, 2, 2, 4]), (1, 5, 4, 2, 0, 3))
         planes = gl.reshape(planes, [WARPS, 4, 2, 4, 4])
         digits = digits + (gl.allocate_shared_memory(gl.int32, planes.shape, MEMORY, planes),)
-    gl.thread_barrier()
     one = (156 - top) >> 1
     return digits, gl.where(top == 255, float("nan"), _power(-one)), _power(one + top - 156)
 
@@ -132,16 +134,16 @@ def _digits(row, WARPS: gl.constexpr):
 @gluon.jit
 def _fetch(ring, codes, span, flat, COLUMNS: gl.constexpr, WARPS: gl.constexpr, SLOTS: gl.constexpr):
     """Ask for step ``flat`` of a program's tiles."""
-    first, tiles, last = span
+    first, tiles, last, height = span
     L: gl.constexpr = _lines(WARPS)
     STEPS: gl.constexpr = _steps(COLUMNS, WARPS)
     step = flat % STEPS
-    row = gl.minimum((first + flat // STEPS) * TALL, last)
-    warp = _along(WARPS, 0, 3, L)
-    word = _along(TALL, 1, 3, L) * (COLUMNS // 4) + warp * (PIECE // 4) + _along(PIECE // 4, 2, 3, L)
+    row = gl.minimum(first + flat // STEPS * height, last)
+    warp, down = _along(WARPS, 0, 3, L), _along(TALL, 1, 3, L)
+    word = down * (COLUMNS // 4) + warp * (PIECE // 4) + _along(PIECE // 4, 2, 3, L)
     left = gl.where(flat < tiles * STEPS, COLUMNS // PIECE, 0) - step * WARPS
     at = codes + (row * (COLUMNS // 4) + step * (WARPS * PIECE // 4))
-    async_copy_global_to_shared(ring.index(flat % SLOTS), at + word, warp < left)
+    async_copy_global_to_shared(ring.index(flat % SLOTS), at + word, (warp < left) & (down < height))
     commit_group()
 
 
@@ -162,20 +164,8 @@ def _take(slot, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def _dots(ring, codes, digits, span, tile, COLUMNS: gl.constexpr, WARPS: gl.constexpr, SLOTS: gl.constexpr) -> Any:
-    """The row times TALL rows of a weight: sums as ``_sums`` says, without the weight's scales."""
-    rights, low, high = digits
-    STEPS: gl.constexpr = _steps(COLUMNS, WARPS)
-    upper = gl.zeros([WARPS, 4, 2, 4, 4], gl.int32, layout=_words(WARPS))
-    lower = upper
-    for step in gl.static_range(STEPS):
-        flat = tile * STEPS + step
-        wait_group(SLOTS - 1)
-        words = _take(ring.index(flat % SLOTS), WARPS)
-        right = rights[step].load(_words(WARPS))
-        _fetch(ring, codes, span, flat + SLOTS, COLUMNS, WARPS, SLOTS)
-        upper = _pair(words[0], words[1], right, upper)
-        lower = _pair(words[2], words[3], right, lower)
+def _total(upper, lower, low, high, WARPS: gl.constexpr):
+    """The sums of TALL rows as ``_sums`` says, without the weight's scales."""
     # Words 1 and 3 were in the place of another row: to them belong every second one of the right columns.
     c = gl.reshape(gl.join(upper, lower), [WARPS, 4, 2, 4, 2, 2, 2])
     C: gl.constexpr = c.type.layout
@@ -186,23 +176,59 @@ def _dots(ring, codes, digits, span, tile, COLUMNS: gl.constexpr, WARPS: gl.cons
     return gl.convert_layout(value * high, _sums(WARPS))
 
 
-@gluon.jit(do_not_specialize=["tiles"])
-def one_row(
+@gluon.jit
+def _dots(ring, codes, digits, span, tile, COLUMNS: gl.constexpr, WARPS: gl.constexpr, SLOTS: gl.constexpr) -> Any:
+    """Rows of x times TALL rows of a weight: for each of the former see ``_total``."""
+    STEPS: gl.constexpr = _steps(COLUMNS, WARPS)
+    sums = ()
+    for _each in gl.static_range(2 * len(digits)):
+        sums = sums + (gl.zeros([WARPS, 4, 2, 4, 4], gl.int32, layout=_words(WARPS)),)
+    for step in gl.static_range(STEPS):
+        flat = tile * STEPS + step
+        wait_group(SLOTS - 1)
+        words = _take(ring.index(flat % SLOTS), WARPS)
+        rights = ()
+        for n in gl.static_range(len(digits)):
+            rights = rights + (digits[n][0][step].load(_words(WARPS)),)
+        _fetch(ring, codes, span, flat + SLOTS, COLUMNS, WARPS, SLOTS)
+        new = ()
+        for n in gl.static_range(len(digits)):
+            new = new + (
+                _pair(words[0], words[1], rights[n], sums[2 * n]),
+                _pair(words[2], words[3], rights[n], sums[2 * n + 1]),
+            )
+        sums = new
+    out = ()
+    for n in gl.static_range(len(digits)):
+        out = out + (_total(sums[2 * n], sums[2 * n + 1], digits[n][1], digits[n][2], WARPS),)
+    return out
+
+
+@gluon.jit(do_not_specialize=["count", "tiles", "height"])
+def few_rows(
     x,
+    count,
     codes,
     scales,
     outputs,
     y,
     tiles,
+    height,
     EARLY: gl.constexpr,
+    COUNT: gl.constexpr,
     COLUMNS: gl.constexpr,
     WARPS: gl.constexpr,
     SLOTS: gl.constexpr,
 ):
-    """``tiles`` tiles of one of several weights; the weights' outputs lie side by side in y."""
-    program = gl.program_id(0)
+    """``tiles`` times ``height`` rows of one of several weights, for COUNT rows of x; outputs lie side by side in y.
+
+    ``height`` is at most TALL: the cores then multiply what nobody has asked for.
+    """
+    row, program = gl.program_id(0) * COUNT, gl.program_id(1)
+    left = count - row
+    x += row * COLUMNS
     code, scale, size, before, programs_before = codes[0], scales[0], outputs[0], 0, 0
-    total, programs = outputs[0], gl.cdiv(outputs[0], TALL * tiles)
+    total, programs = outputs[0], gl.cdiv(outputs[0], height * tiles)
     for i in gl.static_range(1, len(codes)):
         here = program >= programs
         code = gl.where(here, codes[i], code)
@@ -211,55 +237,80 @@ def one_row(
         before = gl.where(here, total, before)
         programs_before = gl.where(here, programs, programs_before)
         total += outputs[i]
-        programs += gl.cdiv(outputs[i], TALL * tiles)
-    first = (program - programs_before) * tiles
-    # The last tile begins early, to end with the last row.
-    span = (first, gl.minimum(tiles, gl.cdiv(size, TALL) - first), size - TALL)
+        programs += gl.cdiv(outputs[i], height * tiles)
+    # What would go beyond the last row begins early, to end with it.
+    first, last = (program - programs_before) * (tiles * height), size - height
+    span = (first, tiles, last, height)
     ring = gl.allocate_shared_memory(gl.int32, [SLOTS, WARPS, TALL, PIECE // 4], MEMORY)
-    # Half of the ring, as the row is behind what was asked for before it: with all, 3584 x 7168 takes 0.5 us more.
-    EAGER: gl.constexpr = (SLOTS + 1) // 2
+    # Not all of the ring, as a row is behind what was asked for before it: with all, 3584 x 7168 takes 0.8 us more, and
+    # 4096 x 2304 takes 3.8 us with one step, 4.4 with three of five.
+    EAGER: gl.constexpr = 1 if WARPS == 4 else (SLOTS + 1) // 2
     for flat in gl.static_range(EAGER):
         _fetch(ring, code, span, gl.to_tensor(flat), COLUMNS, WARPS, SLOTS)
     L: gl.constexpr = _sums(WARPS)
     within = _along(4, 0, 3, L) + _along(2, 1, 3, L) * 4 + _along(2, 2, 3, L) * 8
-    output = gl.minimum(first * TALL, span[2]) + within
-    factor = gl.load(scale + output)
+    output = gl.minimum(first, last) + within
+    factor = gl.load(scale + output, within < height, 0)
     wait(EARLY)
-    row = _row(x, COLUMNS, WARPS)
+    rows = ()
+    for n in gl.static_range(COUNT):
+        rows = rows + (_row(x + gl.minimum(n, left - 1) * COLUMNS, COLUMNS, WARPS),)
     for flat in gl.static_range(EAGER, SLOTS):
         _fetch(ring, code, span, gl.to_tensor(flat), COLUMNS, WARPS, SLOTS)
-    digits = _digits(row, WARPS)
+    digits = ()
+    for n in gl.static_range(COUNT):
+        digits = digits + (_digits(rows[n], WARPS),)
+    gl.thread_barrier()
     let_next(EARLY)
-    for tile in range(span[1]):
-        value = _dots(ring, code, digits, span, tile, COLUMNS, WARPS, SLOTS)
-        gl.store(y + before + output, value * factor)
-        output = gl.minimum((first + tile + 1) * TALL, span[2]) + within
-        factor = gl.load(scale + output)  # a tile ahead: it takes long to come
+    for tile in range(tiles):
+        values = _dots(ring, code, digits, span, tile, COLUMNS, WARPS, SLOTS)
+        for n in gl.static_range(COUNT):
+            gl.store(y + (row + n) * total + before + output, values[n] * factor, (within < height) & (n < left))
+        output = gl.minimum(first + (tile + 1) * height, last) + within
+        factor = gl.load(scale + output, within < height, 0)  # a tile ahead: it takes long to come
 
 
 @cache
-def _room(columns: int, device: torch.device) -> tuple[int, int, int]:
-    """Return a program's warps, how many programs all multiprocessors hold, and steps that have room in each.
+def _room(rows: int, columns: int, device: torch.device) -> tuple[int, int, int, int]:
+    """Return rows of a program, its warps, how many programs all multiprocessors hold, and steps with room in each.
 
-    16 warps share a multiprocessor. Eight in a program make digits half as often, four of them suit short rows: 4096 x
-    2304 takes 3.6 us, with eight 5.2 (one H200).
+    One row: 16 warps share a multiprocessor. Eight in a program make digits half as often, four of them suit short
+    rows. Several: their digits take most of the room of one program of eight; up to four rows then share what is read.
     """
     about = torch.cuda.get_device_properties(device)
-    warps = 4 if columns <= 4096 else 8
-    programs, slots = 32 // warps, 0
-    while slots < 3 and programs > 1:
-        programs //= 2
+    warps, count = 4 if columns <= 4096 else 8, min(4, 1 << (rows - 1).bit_length())
+    programs = (16 if rows == 1 else 8) // warps
+    while True:
         room = min(about.shared_memory_per_block_optin, about.shared_memory_per_multiprocessor // programs - 1024)
         # Besides the ring: four digits of each column in whole steps, and a little for sums.
-        slots = (room - 1024 - 512 * warps * triton.cdiv(columns, 128 * warps)) // (2048 * warps)
-    return warps, programs * about.multi_processor_count, min(8, slots)
+        slots = (room - 1024 - 512 * warps * count * triton.cdiv(columns, 128 * warps)) // (2048 * warps)
+        if slots >= 3 or programs == count == 1:
+            return count, warps, programs * about.multi_processor_count, min(8, slots)
+        programs, count = (programs // 2, count) if programs > 1 else (1, count // 2)
+
+
+@cache
+def _shared_out(sizes: tuple[int, ...], places: int) -> tuple[int, int, int]:
+    """Return how many tiles a program has, rows of one, and how many programs that makes.
+
+    Where a program has several tiles, each has as many rows as all programs need to have work: 7168 x 12288 takes 23.4
+    us with 2 times 14 rows, with 2 times 16 and fewer programs 24.6. With one tile more programs take longer: all of
+    them want the same row of x.
+    """
+    tiles = triton.cdiv(sum(triton.cdiv(n, TALL.value) for n in sizes), places)
+
+    def programs(height: int) -> int:
+        return sum(triton.cdiv(n, height * tiles) for n in sizes)
+
+    height = next((h for h in range(8, TALL.value) if tiles > 1 and programs(h) <= places), TALL.value)
+    return tiles, height, programs(height)
 
 
 def launch(x: Tensor, codes: tuple[Tensor, ...], scales: tuple[Tensor, ...], sizes: Sequence[int], y: Tensor) -> None:
-    """Multiply one row by several weights (codes as words), whose outputs are to lie side by side in y."""
-    columns = x.shape[-1]
-    warps, programs, slots = _room(columns, x.device)
-    tiles = triton.cdiv(sum(triton.cdiv(n, TALL.value) for n in sizes), programs)
-    grid = sum(triton.cdiv(n, TALL.value * tiles) for n in sizes)
-    how = early(x.device) | {"COLUMNS": columns, "WARPS": warps, "SLOTS": slots, "num_warps": warps}
-    one_row[grid,](x, codes, scales, tuple(sizes), y, tiles, **how)
+    """Multiply few rows by several weights (codes as words), whose outputs are to lie side by side in y."""
+    rows, columns = x.shape
+    count, warps, places, slots = _room(rows, columns, x.device)
+    chunks = triton.cdiv(rows, count)
+    tiles, height, programs = _shared_out(tuple(sizes), max(1, places // chunks))
+    how = early(x.device) | {"COUNT": count, "COLUMNS": columns, "WARPS": warps, "SLOTS": slots, "num_warps": warps}
+    few_rows[chunks, programs](x, rows, codes, scales, tuple(sizes), y, tiles, height, **how)
