@@ -53,8 +53,9 @@ def _about() -> tuple:
 
 def _delta_net(tokens: int) -> tuple[DeltaWeights, DeltaState]:
     conv, channels, x = torch.ones(32, 4), torch.ones(32), X.repeat(1, tokens, 1)
+    q_tail, k_tail, v_tail = torch.zeros(3, 1, 3, 32)
     between = DeltaWeights(conv, conv, conv, torch.ones(1), channels, channels)
-    state = DeltaState(*(torch.zeros(1, 3, 32) for _ in range(3)), torch.zeros(1, 1, 32, 32))
+    state = DeltaState(q_tail, k_tail, v_tail, torch.zeros(1, 1, 32, 32))
     OPS.delta_net(x, x, x, x, x[..., :1], x, between, state, None, 1e-5)
     return between, state
 
