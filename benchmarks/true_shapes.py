@@ -244,6 +244,10 @@ def kernels(table: Ops, copy: float, product: float) -> Iterator[tuple[str, floa
                 x = torch.randn(1, rows, inputs, device=GPU)
                 seconds = replayed([partial(table.linear, x, w) for w in weights])
                 yield f"{outputs} x {inputs} {form}, {rows} rows", seconds, share(bench.size(weights[0]), seconds)
+    for megabytes in (26, 51, 88):  # as many as the three int8 matrices that are not heads, or small ones in bfloat16
+        pairs = [torch.empty(2, megabytes * 125_000, device=GPU).unbind() for _ in range(1 + 400 // megabytes)]
+        seconds = replayed([partial(torch.neg, x, out=y) for x, y in pairs])  # a kernel: a copy would be no launch
+        yield f"a kernel that copies {megabytes} MB", seconds, share(1e6 * megabytes, seconds)
     for name, moe, inner in (("K3", K3_MOE, 3584), ("Kimi Linear", LINEAR_MOE, 2304)):
         stack = random_experts(replace(moe, experts=128), inner, table, table, 1.0).stack
         for rows in (1, 8):
