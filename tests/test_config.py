@@ -6,7 +6,7 @@ from pathlib import Path
 import checkpoints
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from deltafin import config as kinds
@@ -121,10 +121,11 @@ def test_what_is_not_supported_is_refused_with_name_and_value(name, value, messa
 
 
 @given(st.text("abcdefghijklmnopqrstuvwxyz_", min_size=3))
+@example("tie_word_embeddings")
 def test_no_field_is_passed_over_in_silence(name):
     c = checkpoints.config()
     if name not in c and name not in kimi.IGNORED | kimi.IGNORED_OUTSIDE:
-        with pytest.raises(ConfigError, match=rf"{name} 1 is not supported"):
+        with pytest.raises(ConfigError, match=rf"{name} 1 (in .* )?is not "):  # supported, or what it should be
             kimi.config({**c, name: 1}, SHAPES)
 
 
