@@ -314,9 +314,12 @@ def _pairs(b: ir.IRBuilder, acc: ir.Value, x: ir.Value, y: ir.Value) -> ir.Value
 
 
 def _ahead(b: ir.IRBuilder, stride: ir.Value, rows: int, least: int) -> ir.Value:
-    """How far ahead weights are asked for: so many bytes, and of a whole block of rows the next block's."""
+    """How far ahead weights are asked for: so many bytes, and of several rows at a time what comes after all of them.
+
+    With less, the later ones' beginnings would be asked for by the row before, when they have been read already.
+    """
     below, least = b.mul(stride, const(I64, rows)), const(I64, least)
-    return b.select(b.icmp_unsigned(">", below, least), below, least) if rows == BLOCK else least
+    return b.select(b.icmp_unsigned(">", below, least), below, least) if rows > 1 else least
 
 
 def _int8(rows: int, digits: int):
