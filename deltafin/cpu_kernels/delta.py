@@ -4,6 +4,7 @@ One region over the key heads. A row of the state, the keys of one value channel
 token (``ops.reference`` says why the state is value-major); everything else stays in the cache.
 """
 
+from operator import is_
 from typing import NamedTuple
 
 import numpy as np
@@ -215,7 +216,8 @@ def delta_net(
 class Read(NamedTuple):
     """Weights as the kernels take them, which convolutions are turned for: [W, channels]; and their addresses."""
 
-    of: DeltaWeights
+    others: tuple[Tensor, ...]
+    """What they were made of besides the one that they are kept with, which would never be given back otherwise."""
     tensors: list[Tensor]
     addresses: tuple[int, ...]
 
@@ -223,7 +225,7 @@ class Read(NamedTuple):
 def as_read(w: DeltaWeights) -> Read:
     """The weights as the kernels take them, made once and kept with the first of them."""
     read = getattr(w.q_conv, "_read", None)
-    if read is None or read.of is not w:
+    if read is None or not all(map(is_, read.others, w[1:])):
         tensors = [*(plain(conv.T) for conv in w[:3]), *(plain(x) for x in w[3:])]
-        w.q_conv._read = read = Read(w, tensors, tuple(x.data_ptr() for x in tensors))  # type: ignore[attr-defined]
+        w.q_conv._read = read = Read(w[1:], tensors, tuple(x.data_ptr() for x in tensors))  # type: ignore[attr-defined]
     return read

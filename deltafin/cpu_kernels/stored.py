@@ -97,7 +97,9 @@ def plain(x: Tensor) -> Tensor:
 
 
 def widened(w: Tensor) -> Tensor:
-    """A small weight as float32 numbers that follow each other, made once and kept with it."""
+    """A small weight as float32 numbers that follow each other; if it has to be made, made once and kept with it."""
+    if w.dtype == torch.float32:
+        return plain(w)
     try:
         return w._widened  # type: ignore[attr-defined]
     except AttributeError:
