@@ -402,6 +402,26 @@ def _span(program, tiles, rows, TILES: gl.constexpr):
     return first, gl.minimum(tiles, gl.cdiv(rows, TALL * TILES) - first), rows - TALL * TILES
 
 
+@gluon.jit
+def weight_of(program, codes, scales, outputs, each):
+    """Which of several weights a program has, whose programs have ``each`` rows: its codes, scales, and rows.
+
+    Then which of its programs this is, the rows of the weights before it, and of all.
+    """
+    code, scale, size, before, programs_before = codes[0], scales[0], outputs[0], 0, 0
+    total, programs = outputs[0], gl.cdiv(outputs[0], each)
+    for i in gl.static_range(1, len(codes)):
+        here = program >= programs
+        code = gl.where(here, codes[i], code)
+        scale = gl.where(here, scales[i], scale)
+        size = gl.where(here, outputs[i], size)
+        before = gl.where(here, total, before)
+        programs_before = gl.where(here, programs, programs_before)
+        total += outputs[i]
+        programs += gl.cdiv(outputs[i], each)
+    return code, scale, size, program - programs_before, before, total
+
+
 @gluon.jit(do_not_specialize=["count", "tiles"])
 def few_rows(
     x,
@@ -422,18 +442,8 @@ def few_rows(
     row, program = gl.program_id(0) * COUNT, gl.program_id(1)
     left = count - row
     x += row * COLUMNS
-    code, scale, size, before, programs_before = codes[0], scales[0], outputs[0], 0, 0
-    total, programs = outputs[0], gl.cdiv(outputs[0], TALL * TILES * tiles)
-    for i in gl.static_range(1, len(codes)):
-        here = program >= programs
-        code = gl.where(here, codes[i], code)
-        scale = gl.where(here, scales[i], scale)
-        size = gl.where(here, outputs[i], size)
-        before = gl.where(here, total, before)
-        programs_before = gl.where(here, programs, programs_before)
-        total += outputs[i]
-        programs += gl.cdiv(outputs[i], TALL * TILES * tiles)
-    span = _span(program - programs_before, tiles, size, TILES)
+    code, scale, size, program, before, total = weight_of(program, codes, scales, outputs, TALL * TILES * tiles)
+    span = _span(program, tiles, size, TILES)
     begun = begin(x, left - 1, (code,), (scale,), span, EARLY, COUNT, COLUMNS, PER, TILES, SLOTS)
     for tile in range(span[1]):
         values = dots(begun, (code,), (scale,), span, tile, COUNT, COLUMNS, PER, TILES, SLOTS)

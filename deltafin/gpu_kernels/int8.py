@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.ampere.async_copy import (
     wait_group,
 )
 
-from deltafin.gpu_kernels.digits import PIECE, TALL, _along, _planes, _power
+from deltafin.gpu_kernels.digits import PIECE, TALL, _along, _planes, _power, weight_of
 from deltafin.gpu_kernels.early import early, let_next, wait
 
 MEMORY = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0]))
@@ -227,19 +227,9 @@ def few_rows(
     row, program = gl.program_id(0) * COUNT, gl.program_id(1)
     left = count - row
     x += row * COLUMNS
-    code, scale, size, before, programs_before = codes[0], scales[0], outputs[0], 0, 0
-    total, programs = outputs[0], gl.cdiv(outputs[0], height * tiles)
-    for i in gl.static_range(1, len(codes)):
-        here = program >= programs
-        code = gl.where(here, codes[i], code)
-        scale = gl.where(here, scales[i], scale)
-        size = gl.where(here, outputs[i], size)
-        before = gl.where(here, total, before)
-        programs_before = gl.where(here, programs, programs_before)
-        total += outputs[i]
-        programs += gl.cdiv(outputs[i], height * tiles)
+    code, scale, size, program, before, total = weight_of(program, codes, scales, outputs, height * tiles)
     # What would go beyond the last row begins early, to end with it.
-    first, last = (program - programs_before) * (tiles * height), size - height
+    first, last = program * (tiles * height), size - height
     span = (first, tiles, last, height)
     ring = gl.allocate_shared_memory(gl.int32, [SLOTS, WARPS, TALL, PIECE // 4], MEMORY)
     # Not all of the ring, as a row is behind what was asked for before it: with all, 3584 x 7168 takes 0.8 us more, and
